@@ -1,0 +1,114 @@
+"""A frozen causal language model from a Hugging Face folder, opened up for training and sampling.
+
+The backbone is transformers' own module, so that every family computes what its authors meant; the output head is
+kept apart in float32, so that logprobs never pass through bf16 logits (L6) and full logits need not be held.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
+
+from openrl.backends.torch.lora import (
+    ATTN_MODULES,
+    HEAD_NAME,
+    MLP_MODULES,
+    LoraLinear,
+    LoraShape,
+    Routing,
+    Segment,
+    add_lora,
+)
+from openrl.errors import ModelError
+
+# Families whose head is a plain product (with optional soft-capping) and whose layers carry the usual names: checked
+# by the contract tests. Others may scale logits or embed differently, so they are refused rather than guessed.
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"})
+
+
+@dataclass(slots=True)
+class CausalLM:
+    """The opened model. `head` is float32 [V, H]; `softcap` is the family's logit cap or None."""
+
+    backbone: nn.Module
+    head: Tensor
+    softcap: float | None
+    routing: Routing
+    shapes: dict[str, LoraShape]
+    config: Any
+    eos_ids: frozenset[int]
+    dtype: torch.dtype
+    device: torch.device
+
+    @property
+    def vocab_size(self) -> int:
+        return self.head.shape[0]
+
+    def hidden(self, **inputs: Any) -> Tensor:
+        """Last hidden states [rows, tokens, H]; keyword arguments as transformers' backbone takes them."""
+        return self.backbone(return_dict=True, **inputs).last_hidden_state
+
+    def logits(self, hidden: Tensor, segments: tuple[Segment, ...]) -> Tensor:
+        """Float32 logits [M, V] of hidden states [M, H], whose rows `segments` assign to adapters. No autograd chunking:
+        training uses `openrl.backends.torch.head` instead."""
+        x = hidden.float()
+        z = add_lora(x @ self.head.t(), x, HEAD_NAME, segments)
+        return self.cap(z)
+
+    def cap(self, z: Tensor) -> Tensor:
+        """The family's soft-capping, identity where it has none."""
+        return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
+
+
+def open_model(folder: Path, device: torch.device, dtype: torch.dtype) -> CausalLM:
+    """Load a folder, freeze it and wrap its linear layers. Raises `ModelError` for a family that is not supported."""
+    config = AutoConfig.from_pretrained(folder)
+    if config.model_type not in FAMILIES:
+        raise ModelError(
+            f"model family {config.model_type!r} is not supported by the PyTorch backend.",
+            f"Supported: {', '.join(sorted(FAMILIES))}.",
+        )
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    model.to(device).eval().requires_grad_(False)
+    routing = Routing()
+    shapes = _wrap(model, routing)
+    head = model.lm_head.weight.detach().float()
+    shapes[HEAD_NAME] = LoraShape(head.shape[1], head.shape[0])
+    return CausalLM(
+        backbone=model.model,
+        head=head,
+        softcap=getattr(config, "final_logit_softcapping", None),
+        routing=routing,
+        shapes=shapes,
+        config=config,
+        eos_ids=_eos_ids(folder, config),
+        dtype=dtype,
+        device=device,
+    )
+
+
+def _wrap(model: nn.Module, routing: Routing) -> dict[str, LoraShape]:
+    """Replace attention and MLP projections by `LoraLinear`; returns their shapes by name, in the model's order."""
+    shapes: dict[str, LoraShape] = {}
+    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    for name, linear in found:
+        parent_name, _, leaf = name.rpartition(".")
+        if leaf in ATTN_MODULES + MLP_MODULES:
+            setattr(model.get_submodule(parent_name), leaf, LoraLinear(linear, name, routing))
+            shapes[name] = LoraShape(linear.in_features, linear.out_features)
+    return shapes
+
+
+def _eos_ids(folder: Path, config: Any) -> frozenset[int]:
+    """End-of-sequence ids: of the generation config where there is one, else of the model config."""
+    eos = config.eos_token_id
+    if (folder / "generation_config.json").exists():
+        eos = GenerationConfig.from_pretrained(folder).eos_token_id or eos
+    if eos is None:
+        return frozenset()
+    return frozenset([eos] if isinstance(eos, int) else eos)

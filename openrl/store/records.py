@@ -1,0 +1,107 @@
+"""Rows of the store as frozen dataclasses. Times are seconds since the epoch (UTC)."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from enum import StrEnum
+from typing import Any
+
+from openrl.types import CheckpointKind, LoraSpec, Op, RequestId, RunId, SamplerId, SessionId
+
+
+class SessionState(StrEnum):
+    ACTIVE = "active"
+    FINISHED = "finished"  # the client said so
+    EXPIRED = "expired"  # it fell silent
+
+
+class RunState(StrEnum):
+    CREATING = "creating"  # accepted, not yet on a device
+    LIVE = "live"
+    BROKEN = "broken"  # a request never arrived (O7) or its state could not be recovered
+    CLOSED = "closed"  # unloaded by the client
+
+
+class RequestState(StrEnum):
+    QUEUED = "queued"
+    DONE = "done"
+    FAILED = "failed"
+
+
+@dataclass(frozen=True, slots=True)
+class Session:
+    """One SDK client's life, kept alive by heartbeats; owns runs and samplers."""
+
+    id: SessionId
+    state: SessionState
+    created_at: float
+    last_seen: float
+    sdk_version: str
+    tags: tuple[str, ...]
+    user_metadata: Mapping[str, Any]
+    project_id: str | None
+    display_name: str | None
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One LoRA adapter in training (`model_id` on the wire)."""
+
+    id: RunId
+    session_id: SessionId
+    base_model: str  # the served name as the client gave it (may be an alias)
+    spec: LoraSpec
+    state: RunState
+    user_metadata: Mapping[str, Any]
+    created_at: float
+    last_request_at: float
+    reason: str = ""  # why it is BROKEN
+
+
+@dataclass(frozen=True, slots=True)
+class Sampler:
+    """What a sampling session points at: a base model plus at most one immutable checkpoint."""
+
+    id: SamplerId
+    session_id: SessionId
+    base_model: str
+    model_path: str | None  # tinker:// path, None for the base model
+    created_at: float
+
+
+@dataclass(frozen=True, slots=True)
+class Checkpoint:
+    """An immutable folder on disk with a `tinker://` address."""
+
+    path: str  # tinker://<run>/<segment>/<name>
+    run_id: RunId
+    kind: CheckpointKind
+    name: str
+    folder: str  # relative to the checkpoints folder
+    base_model: str
+    spec: LoraSpec
+    size_bytes: int
+    created_at: float
+    expires_at: float | None
+    user_metadata: Mapping[str, str]
+    ephemeral: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRequest:
+    """One accepted request. `payload` and `result` are wire bytes; `error` is set when it failed."""
+
+    id: RequestId
+    scope: str  # run, sampler or session id
+    seq: int
+    op: Op
+    state: RequestState
+    content_type: str
+    payload: bytes
+    result_type: str | None
+    result: bytes | None
+    error: str | None
+    category: str | None
+    accepted_at: float
+    done_at: float | None
