@@ -1,8 +1,30 @@
-"""Settings: one frozen, nested dataclass; the only module that reads the environment (to be completed)."""
+"""Settings: one frozen, nested dataclass; the only module that reads the environment.
+
+Each setting is one row of `SETTINGS`. A value comes from a flag, else from its `OPENRL_*` variable, else from the TOML
+file, else it is the default; `Resolved` keeps which it was. An unknown key or an illegal value stops the start.
+"""
+
 from __future__ import annotations
-from dataclasses import dataclass
+
+import ipaddress
+import math
+import os
+import tomllib
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
+
+import platformdirs
+
+from openrl.errors import SettingsError
+from openrl.models import aliases, catalog
+from openrl.setting_kinds import Choice, Folder, Integer, Names, Number, Pairs, Text, ValueKind
 from openrl.types import ModelSpec
+
+ENV_PREFIX = "OPENRL_"
+CONFIG_VARIABLE = "OPENRL_CONFIG"
+_ANY = 1 << 40
 
 
 @dataclass(frozen=True, slots=True)
@@ -18,7 +40,7 @@ class ServerSettings:
 class EngineSettings:
     backend: str  # auto | cpu | cuda | mps | remote
     dtype: str  # auto | float32 | bfloat16
-    threads: int
+    threads: int  # 0: as many as physical cores
     max_batch_tokens: int
     max_sample_rows: int
     max_kv_tokens: int
@@ -35,9 +57,340 @@ class DaemonSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class LogSettings:
+    folder: Path = field(default_factory=lambda: platformdirs.user_log_path("openrl"))
+    level: str = "info"  # of the log files; the terminal gets warnings
+
+
+@dataclass(frozen=True, slots=True)
 class Settings:
     data_dir: Path
     models: tuple[ModelSpec, ...]
     server: ServerSettings
     engine: EngineSettings
     daemon: DaemonSettings
+    log: LogSettings = field(default_factory=LogSettings)
+
+
+@dataclass(frozen=True, slots=True)
+class Setting:
+    """One setting. `key` is its TOML key (`table.key`); `default` is used as it is, without a check."""
+
+    key: str
+    kind: ValueKind
+    default: object
+    help: str
+    flag: str = ""  # of `openrl serve`
+    secret: bool = False
+
+    @property
+    def env(self) -> str:
+        """Its variable: OPENRL_ and the last part of the key (log settings keep the table's name)."""
+        name = self.key if self.key.startswith("log.") else self.key.rpartition(".")[2]
+        return ENV_PREFIX + name.replace(".", "_").upper()
+
+
+@dataclass(frozen=True, slots=True)
+class Value:
+    """A setting's value, and where it came from: "flag --port", "env OPENRL_PORT", "file PATH" or "default"."""
+
+    setting: Setting
+    value: Any
+    origin: str
+
+
+@dataclass(frozen=True, slots=True)
+class Resolved:
+    """The settings, with the origin of each value. `api_key` None means the one kept in the data folder."""
+
+    settings: Settings
+    values: tuple[Value, ...]
+    api_key: str | None
+
+
+SETTINGS: tuple[Setting, ...] = (
+    Setting(
+        "data_dir",
+        Folder(),
+        platformdirs.user_data_path("openrl"),
+        "Where models, checkpoints, the database and the API key live.",
+        "--data-dir",
+    ),
+    Setting(
+        "models",
+        Names(f"one or more of: {catalog.legal_sources()}"),
+        (catalog.DEFAULT.name,),
+        "The base models to serve.",
+        "--model",
+    ),
+    Setting(
+        "aliases",
+        Pairs("NAME=MODEL pairs, where MODEL is one of the served models"),
+        {},
+        "Further names under which models are served.",
+        "--alias",
+    ),
+    Setting("server.host", Text(r"\S+", "an address or host name"), "127.0.0.1", "Address to listen on.", "--host"),
+    Setting("server.port", Integer(1, 65535), 8000, "Port to listen on.", "--port"),
+    Setting(
+        "server.auth",
+        Choice(("key", "off")),
+        "key",
+        "Whether calls need the API key; `off` is allowed on loopback addresses only.",
+        "--no-auth",
+    ),
+    Setting(
+        "server.api_key",
+        Text(r"tml-[A-Za-z0-9_-]{8,}", "`tml-` and at least 8 letters, digits, '_' or '-' (the SDK wants the prefix)"),
+        None,
+        "The key that clients must send; by default one is made and kept in the data folder.",
+        secret=True,
+    ),
+    Setting(
+        "server.max_body_bytes", Integer(1 << 16, 1 << 32), 64 << 20, "Largest request body taken; larger ones get 413."
+    ),
+    Setting(
+        "server.long_poll_seconds",
+        Number(0.1, 30),
+        25.0,
+        "How long a request for a result waits before the client is told to ask again.",
+    ),
+    Setting(
+        "engine.backend",
+        Choice(("auto", "cpu", "cuda", "mps", "remote")),
+        "auto",
+        "What computes; `auto` takes the best that this machine has.",
+        "--backend",
+    ),
+    Setting(
+        "engine.dtype",
+        Choice(("auto", "float32", "bfloat16")),
+        "auto",
+        "Type that the base model's weights are held and multiplied in.",
+        "--dtype",
+    ),
+    Setting("engine.threads", Integer(0, 1024), 0, "CPU threads of a worker; 0 means physical cores.", "--threads"),
+    Setting(
+        "engine.max_batch_tokens",
+        Integer(16, _ANY),
+        4096,
+        "Tokens, padding included, that one training micro-batch may hold.",
+    ),
+    Setting("engine.max_sample_rows", Integer(1, 65536), 64, "Sequences that are decoded together."),
+    Setting("engine.max_kv_tokens", Integer(16, _ANY), 65536, "Tokens that the KV cache may hold over all sequences."),
+    Setting(
+        "daemon.session_timeout",
+        Number(30, math.inf),
+        600.0,
+        "Seconds without heartbeat after which a session expires.",
+    ),
+    Setting("daemon.result_ttl", Number(60, math.inf), 86400.0, "Seconds that a finished result can be read."),
+    Setting(
+        "daemon.gap_timeout",
+        Number(1, math.inf),
+        1800.0,
+        "Seconds that a request which never arrived may keep later ones of its run waiting.",
+    ),
+    Setting(
+        "daemon.snapshot_seconds",
+        Number(1, math.inf),
+        60.0,
+        "Seconds of training that may have to be repeated after a crash.",
+    ),
+    Setting(
+        "daemon.max_inflight_samples", Integer(1, _ANY), 4096, "Waiting samples above which new ones are refused (429)."
+    ),
+    Setting("daemon.shutdown_grace", Number(0, 3600), 30.0, "Seconds that running work gets to end at a shutdown."),
+    Setting(
+        "log.folder", Folder(), platformdirs.user_log_path("openrl"), "Where the log files (JSON lines) are written."
+    ),
+    Setting(
+        "log.level", Choice(("debug", "info", "warning", "error")), "info", "Least severity that the log files take."
+    ),
+)
+BY_KEY = {setting.key: setting for setting in SETTINGS}
+
+
+def load(flags: Mapping[str, object], config: Path | None = None) -> Resolved:
+    """Settings from flags (by setting key), this process's environment and the TOML file.
+
+    The file is `config`, else $OPENRL_CONFIG, else openrl.toml in the user's configuration folder if it exists.
+    """
+    return resolve(flags, os.environ, config or config_file(os.environ))
+
+
+def config_file(env: Mapping[str, str]) -> Path | None:
+    """The TOML file to read: $OPENRL_CONFIG, which must exist, or the default one if it does."""
+    if env.get(CONFIG_VARIABLE):
+        return Path(env[CONFIG_VARIABLE]).expanduser()
+    default = platformdirs.user_config_path("openrl") / "openrl.toml"
+    return default if default.is_file() else None
+
+
+def resolve(flags: Mapping[str, object], env: Mapping[str, str], file: Path | None) -> Resolved:
+    """Settings from flags by setting key (None: not given), variables, and a TOML file.
+
+    Raises SettingsError for an unknown key, an illegal value, or values that do not go together, and ModelError for a
+    model that cannot be one.
+    """
+    _check_known(flags, env)
+    table = _read_file(file) if file else {}
+    values = tuple(_value(setting, flags, env, table, file) for setting in SETTINGS)
+    by_key = {value.setting.key: value.value for value in values}
+    settings = Settings(
+        data_dir=by_key["data_dir"],
+        models=catalog.resolve_all(by_key["models"], by_key["aliases"], aliases.read(by_key["data_dir"])),
+        server=ServerSettings(**_group(by_key, "server", without="api_key")),
+        engine=EngineSettings(**_group(by_key, "engine")),
+        daemon=DaemonSettings(**_group(by_key, "daemon")),
+        log=LogSettings(**_group(by_key, "log")),
+    )
+    _check_together(settings)
+    return Resolved(settings, values, by_key["server.api_key"])
+
+
+def is_loopback(host: str) -> bool:
+    """Whether only programs of this machine reach an address."""
+    if host == "localhost":
+        return True
+    try:
+        return ipaddress.ip_address(host.strip("[]")).is_loopback
+    except ValueError:
+        return False
+
+
+def _check_known(flags: Mapping[str, object], env: Mapping[str, str]) -> None:
+    unknown = [key for key in flags if key not in BY_KEY]
+    if unknown:
+        raise SettingsError(f"unknown setting {unknown[0]!r} from a flag.", f"Known are: {', '.join(BY_KEY)}.")
+    variables = {setting.env for setting in SETTINGS} | {CONFIG_VARIABLE}
+    unknown = sorted(name for name in env if name.startswith(ENV_PREFIX) and name not in variables)
+    if unknown:
+        raise SettingsError(
+            f"unknown variable {unknown[0]} in the environment (value {env[unknown[0]]!r}).",
+            f"Known are: {', '.join(sorted(variables))}.",
+        )
+
+
+def _read_file(file: Path) -> dict[str, object]:
+    """The file's values by setting key. Raises SettingsError if it is not TOML or has a key we do not know."""
+    try:
+        content = tomllib.loads(file.read_text())
+    except OSError as error:
+        raise SettingsError(f"the settings file {file} cannot be read: {error.strerror}.") from error
+    except (tomllib.TOMLDecodeError, UnicodeDecodeError) as error:
+        raise SettingsError(f"the settings file {file} is not valid TOML: {error}.") from error
+    values = dict(_flatten(content))
+    unknown = [key for key in values if key not in BY_KEY]
+    if unknown:
+        raise SettingsError(f"unknown key {unknown[0]!r} in {file}.", f"Known are: {', '.join(BY_KEY)}.")
+    return values
+
+
+def _flatten(table: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, object]]:
+    """`table.key` and value for each value; the table of a setting that is one (aliases) stays whole."""
+    for name, value in table.items():
+        key = prefix + name
+        if isinstance(value, dict) and key not in BY_KEY:
+            yield from _flatten(value, f"{key}.")
+        else:
+            yield key, value
+
+
+def _value(
+    setting: Setting,
+    flags: Mapping[str, object],
+    env: Mapping[str, str],
+    table: Mapping[str, object],
+    file: Path | None,
+) -> Value:
+    """A setting's value from the first source that has one."""
+    if flags.get(setting.key) is not None:
+        return _parsed(setting, flags[setting.key], f"flag {setting.flag}".rstrip())
+    if setting.env in env:
+        return _parsed(setting, env[setting.env], f"env {setting.env}")
+    if setting.key in table:
+        return _parsed(setting, table[setting.key], f"file {file}")
+    return Value(setting, setting.default, "default")
+
+
+def _parsed(setting: Setting, raw: object, origin: str) -> Value:
+    try:
+        return Value(setting, setting.kind.parse(raw), origin)
+    except ValueError:
+        given = "the given value" if setting.secret else repr(raw)
+        raise SettingsError(f"{setting.key} ({origin}): {given} is not legal; expected {setting.kind.legal}.") from None
+
+
+def _group(values: Mapping[str, Any], name: str, without: str = "") -> dict[str, Any]:
+    """The values of one TOML table, by the last part of their keys."""
+    prefix = f"{name}."
+    group = {key.removeprefix(prefix): value for key, value in values.items() if key.startswith(prefix)}
+    group.pop(without, None)
+    return group
+
+
+def _check_together(settings: Settings) -> None:
+    server = settings.server
+    if server.auth == "off" and not is_loopback(server.host):
+        raise SettingsError(
+            f"server.host {server.host!r} is reached from other machines, but server.auth is 'off'.",
+            "Leave --no-auth away, or listen on 127.0.0.1.",
+        )
+
+
+def reference() -> str:
+    """The text of docs/configuration.md."""
+    lines = [
+        "# Configuration",
+        "",
+        "<!-- Made by `openrl config --markdown`; a test compares. -->",
+        "",
+        "A value comes from the flag of `openrl serve`, else from the environment variable, else from the TOML file",
+        "(`--config`, else `$OPENRL_CONFIG`, else `openrl.toml` in the user's configuration folder), else it is the",
+        "default. `openrl config` prints each value and where it came from. An unknown `OPENRL_*` variable, an unknown",
+        "key or an illegal value stops the start with a message that names it.",
+        "",
+        "| TOML key | flag | variable | default | legal values | meaning |",
+        "|---|---|---|---|---|---|",
+        *map(_row, SETTINGS),
+        "",
+        "In a variable, models and aliases are separated by commas. An example of the file:",
+        "",
+        "```toml",
+        'models = ["smollm2-135m-instruct"]',
+        "",
+        "[aliases]",
+        '"Qwen/Qwen3-0.6B" = "smollm2-135m-instruct"',
+        "",
+        "[server]",
+        "port = 8010",
+        "",
+        "[engine]",
+        'dtype = "bfloat16"',
+        "```",
+    ]
+    return "\n".join(lines) + "\n"
+
+
+def _row(setting: Setting) -> str:
+    cells = [
+        f"`{setting.key}`",
+        f"`{setting.flag}`" if setting.flag else "",
+        f"`{setting.env}`",
+        _shown_default(setting),
+        setting.kind.legal,
+        setting.help,
+    ]
+    return f"| {' | '.join(cells)} |"
+
+
+def _shown_default(setting: Setting) -> str:
+    """The default for the page; folders depend on the platform, so they are described."""
+    if isinstance(setting.default, Path):
+        return "the platform's log folder" if setting.key.startswith("log.") else "the platform's data folder"
+    if not setting.default:
+        return "0" if setting.default == 0 else "none"
+    if isinstance(setting.kind, Names):
+        return ", ".join(f"`{name}`" for name in setting.kind.parse(setting.default))
+    return f"`{setting.default:g}`" if isinstance(setting.default, float) else f"`{setting.default}`"

@@ -75,8 +75,8 @@ class TrainBackend(Protocol):
     def save(self, run: RunId, into: Path, *, optimizer: bool, gradients: bool) -> None:
         """Write `adapter_config.json` and `adapter_model.safetensors` (A14, A15) into an existing empty folder.
 
-        With `optimizer`: also `optimizer.safetensors` (m, v and t; O11). With `gradients`: also `gradients.safetensors`,
-        the accumulator, when it is not zero. Changes no state (C2).
+        With `optimizer`: also `optimizer.safetensors` (m, v and t; O11). With `gradients`: also
+        `gradients.safetensors`, the accumulator, when it is not zero. Changes no state (C2).
         """
         ...
 
@@ -123,6 +123,7 @@ class BackendSpec:
     max_batch_tokens: int  # padded tokens in one training micro-batch
     max_sample_rows: int  # sequences decoded together
     max_kv_tokens: int  # tokens that the KV cache may hold over all rows
+    name: str = ""  # served name of the base model, written into adapter files
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,161 +1,326 @@
-"""The daemon's face: everything the HTTP layer may ask of it, in typed calls on one event loop."""
+"""The daemon's face: everything the HTTP layer may ask of it, in typed calls on one event loop.
+
+It owns no state of its own but the list of parts; each part owns one thing (`docs/architecture.md` has the table).
+"""
 
 from __future__ import annotations
 
+import asyncio
+import logging
+import secrets
+import sqlite3
+import time
 from collections.abc import Mapping
-from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
-from openrl.errors import OpenRLError
-from openrl.store.records import Checkpoint, Run, Sampler, Session
-from openrl.types import (
-    AdamParams, LoraSpec, ModelInfo, Op, RequestId, RunId, SamplePayload, SamplerId, SessionId, TrainPayload,
-)
+from openrl.checkpoints.commit import CheckpointFolders
+from openrl.checkpoints.layout import parse
+from openrl.daemon.checks import check_new_run, check_work
+from openrl.daemon.codec import Codec
+from openrl.daemon.execute import Executor
+from openrl.daemon.futures import Futures, request_id
+from openrl.daemon.housekeeping import Housekeeping
+from openrl.daemon.models import ModelPool
+from openrl.daemon.recovery import Recovery, find_checkpoint
+from openrl.daemon.runs import Entry, RunHandle, Runs
+from openrl.daemon.samplers import Samplers, Sampling, sampler_id
+from openrl.daemon.saving import Saving, check_loadable
+from openrl.daemon.scheduler import Scheduler
+from openrl.daemon.sessions import Sessions
+from openrl.daemon.start import restore
+from openrl.daemon.status import describe, picture
+from openrl.daemon.work import Finished, LoadState, ModelStatus, NewRun, NewSession, Pending, Raw, Unload, Work
+from openrl.errors import BadRequest, NotReady, OpenRLError
+from openrl.settings import Settings
+from openrl.store import runs as run_store
+from openrl.store.db import Database
+from openrl.store.records import Checkpoint, Run, RunState, Sampler
+from openrl.types import LoraSpec, Op, RequestId, RunId, SamplePayload, SamplerId, SessionId
 
-
-@dataclass(frozen=True, slots=True)
-class Raw:
-    """A request body as received, kept so that accepted work can be decoded again after a restart."""
-
-    content_type: str
-    body: bytes
-
-
-@dataclass(frozen=True, slots=True)
-class NewSession:
-    sdk_version: str
-    tags: tuple[str, ...] = ()
-    user_metadata: Mapping[str, Any] | None = None
-    project_id: str | None = None
-    display_name: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class NewRun:
-    """`create_model`. `seed` None: the daemon picks one and stores it. rank <= 0 and illegal flags fail the future."""
-
-    session_id: SessionId
-    model_seq_id: int
-    base_model: str
-    rank: int
-    seed: int | None
-    train_attn: bool
-    train_mlp: bool
-    train_unembed: bool
-    optimizer: Mapping[str, Any]  # {"type": "adamw"}
-    user_metadata: Mapping[str, Any]
-
-
-@dataclass(frozen=True, slots=True)
-class SaveState:
-    name: str
-    overwrite: bool = False
-    ttl_seconds: int | None = None
-    user_metadata: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class SaveSampler:
-    """`name` None: ephemeral, and the result is a sampling session with number `sampler_seq` (6.7)."""
-
-    name: str | None
-    sampler_seq: int | None = None
-    ttl_seconds: int | None = None
-    user_metadata: Mapping[str, str] | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class LoadState:
-    path: str
-    optimizer: bool
-
-
-@dataclass(frozen=True, slots=True)
-class Train:
-    payload: TrainPayload
-    backward: bool
-
-
-@dataclass(frozen=True, slots=True)
-class OptimStep:
-    adam: AdamParams
-
-
-@dataclass(frozen=True, slots=True)
-class Unload:
-    pass
-
-
-Work = Train | OptimStep | SaveState | SaveSampler | LoadState | Unload
-
-
-@dataclass(frozen=True, slots=True)
-class Finished:
-    """A request's end: `content_type` and `body` of a result, or the error that its future carries."""
-
-    content_type: str
-    body: bytes
-    error: str | None = None
-    category: str | None = None
-
-
-@dataclass(frozen=True, slots=True)
-class Pending:
-    """Not done yet. `state` is the wire's queue_state; `reason` is shown to the user."""
-
-    state: str
-    reason: str
-
-
-@dataclass(frozen=True, slots=True)
-class ModelStatus:
-    name: str  # served name; aliases have an entry of their own
-    alias_of: str | None
-    state: str  # "preparing" | "loading" | "ready" | "failed"
-    detail: str
-    info: ModelInfo | None  # known once the files are on disk, before the weights are loaded
-    tokenizer_id: str  # what a client can hand to AutoTokenizer.from_pretrained
+log = logging.getLogger(__name__)
 
 
 class Daemon:
-    """One owner of sessions, runs, samplers, queues and futures. Raises `OpenRLError`s; never hangs a caller."""
+    """Sessions, runs, samplers, queues and futures. Raises `OpenRLError`s; never hangs a caller."""
+
+    def __init__(self, settings: Settings, pool: ModelPool, codec: Codec) -> None:
+        self._settings = settings
+        self._codec = codec
+        self._pool = pool
+        self._db = Database(settings.data_dir / "openrl.sqlite")
+        self._folders = CheckpointFolders(settings.data_dir / "checkpoints")
+        limits = settings.daemon
+        self._sessions = Sessions(self._db, limits.session_timeout)
+        self._runs = Runs()
+        self._samplers = Samplers(self._db)
+        self._futures = Futures(self._db)
+        self._futures.describe = lambda request: describe(request, self._runs, self._samplers, pool)
+        self._recovery = Recovery(self._db, self._folders, codec)
+        saving = Saving(self._db, self._folders, self._samplers, pool)
+        executor = Executor(codec, self._futures, self._recovery, saving)
+        self._scheduler = Scheduler(
+            self._runs,
+            pool,
+            executor,
+            self._recovery,
+            budget=settings.engine.max_batch_tokens,
+            snapshot_seconds=limits.snapshot_seconds,
+        )
+        self._sampling = Sampling(
+            self._samplers, pool, self._futures, codec, self._folders.root, limits.max_inflight_samples
+        )
+        self._housekeeping = Housekeeping(
+            self._db, self._sessions, self._runs, executor, self._recovery, self._folders, limits
+        )
+        self._tasks: list[asyncio.Task[None]] = []
+        self._started_at = time.time()
+        self._stopping = False
+
+    # -- life --
+
+    async def start(self) -> None:
+        """Take over what an earlier daemon left, start the workers, and go on with what was queued."""
+        self._pool.listener.usable = self._scheduler.wake
+        await restore(
+            self._db,
+            self._folders,
+            self._codec,
+            self._sessions,
+            self._runs,
+            self._samplers,
+            self._futures,
+            self._sampling,
+            self._recovery,
+        )
+        self._pool.start()
+        self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._housekeeping.run())]
+        self._scheduler.wake()
+
+    def begin_stop(self) -> None:
+        """Refuse new work and let go of everyone who waits; they ask again once there is a daemon again."""
+        self._stopping = True
+        self._futures.stop()
+
+    async def stop(self) -> None:
+        """Let the operations in hand end, write down every run's state, end the workers."""
+        self.begin_stop()
+        await self._sampling.stop()
+        await self._scheduler.stop(self._settings.daemon.shutdown_grace)
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        for handle in self._runs.all():
+            try:
+                await self._recovery.suspend(handle)
+            except (OpenRLError, OSError) as error:  # the journal still has what the snapshot would have held
+                log.warning("run %s will be replayed at the next start: %s", handle.id, error)
+        await self._pool.close()
+        self._db.close()
+
+    async def abandon(self) -> None:
+        """Leave as a kill would, writing nothing more: for tests of what a kill leaves behind."""
+        for task in self._tasks:
+            task.cancel()
+        await asyncio.gather(*self._tasks, return_exceptions=True)
+        await self._sampling.stop()
+        await self._scheduler.stop(0)
+        await self._pool.close()
+        self._db.close()
 
     # -- sessions --
-    async def create_session(self, new: NewSession, idempotency_key: str | None) -> SessionId: ...
+
+    async def create_session(self, new: NewSession, idempotency_key: str | None) -> SessionId:
+        """Open a session; a retry under the same key gets the same one."""
+        self._check_running()
+        return await self._sessions.create(new, idempotency_key)
+
     async def heartbeat(self, session: SessionId) -> None:
-        """Raises NotFound, or Gone when the session is finished or expired."""
-    async def finish_session(self, session: SessionId, reason: str, detail: str | None) -> None: ...
+        """Raises NotFound, or Gone when the session is finished."""
+        await self._sessions.heartbeat(session)
+
+    async def finish_session(self, session: SessionId, reason: str, detail: str | None) -> None:
+        """The client is done; idempotent."""
+        await self._sessions.finish(session, reason, detail)
 
     # -- models --
-    def models(self) -> list[ModelStatus]: ...
+
+    def models(self) -> list[ModelStatus]:
+        """An entry for each served name and alias."""
+        return self._pool.statuses()
 
     # -- runs --
+
+    def run(self, run: RunId) -> Run:
+        """Raises NotFound."""
+        return self._runs.get(run).run
+
     async def create_run(self, new: NewRun, raw: Raw) -> RequestId:
         """Accept a create_model, idempotent by (session, model_seq_id). Bad content fails the future.
 
-        Raises NotFound for an unknown session, BadRequest for an unknown base model."""
-    def run(self, run: RunId) -> Run:
-        """Raises NotFound."""
-    async def load_run(self, session: SessionId, model_seq_id: int, load: LoadState, base_model: str | None,
-                       user_metadata: Mapping[str, Any], raw: Raw) -> RequestId:
-        """The session-addressed `load_weights` (7.3): creates run `{session}:train:{model_seq_id}` from a checkpoint."""
+        Raises NotFound for an unknown session, BadRequest for an unknown base model.
+        """
+        self._check_running()
+        self._sessions.active(new.session_id)
+        model = self._pool.find(new.base_model)
+        seed = secrets.randbits(31) if new.seed is None else new.seed
+        spec = LoraSpec(new.rank, seed, new.train_attn, new.train_mlp, new.train_unembed)
+        refused = check_new_run(new, spec, model.info)
+        run = _new_run(new.session_id, new.model_seq_id, new.base_model, spec, new.user_metadata)
+        return await self._accept_run(run, Op.CREATE_RUN, None, raw, refused)
+
+    async def load_run(
+        self,
+        session: SessionId,
+        model_seq_id: int,
+        load: LoadState,
+        base_model: str | None,
+        user_metadata: Mapping[str, Any],
+        raw: Raw,
+    ) -> RequestId:
+        """The session-addressed `load_weights` (7.3): makes run `{session}:train:{model_seq_id}` from a checkpoint."""
+        self._check_running()
+        self._sessions.active(session)
+        checkpoint = await find_checkpoint(self._db, load.path)
+        model = self._pool.find(checkpoint.base_model)
+        if base_model is not None and self._pool.find(base_model) is not model:
+            raise BadRequest(
+                f"base_model is {base_model!r}, but {load.path} was trained on {checkpoint.base_model!r}.",
+                "Leave base_model out, or name the checkpoint's own.",
+            )
+        check_loadable(checkpoint, load)
+        run = _new_run(session, model_seq_id, checkpoint.base_model, checkpoint.spec, user_metadata)
+        return await self._accept_run(run, Op.LOAD_STATE, load, raw, None)
+
+    async def _accept_run(
+        self, run: Run, op: Op, work: Work | None, raw: Raw, refused: OpenRLError | None
+    ) -> RequestId:
+        """Making a run is its request number 0."""
+
+        def effect(db: sqlite3.Connection) -> None:
+            if refused is None:
+                run_store.insert(db, run)
+
+        if await self._futures.accept(run.id, 0, op, raw, refused, effect) and refused is None:
+            handle = self._runs.add(run)
+            handle.queue.push(0, Entry(request_id(run.id, 0), 0, op, work))
+            self._scheduler.wake()
+        return request_id(run.id, 0)
+
     async def submit(self, run: RunId, seq: int, op: Op, work: Work | OpenRLError, raw: Raw) -> RequestId:
         """Accept one request of a run, idempotent by (run, seq) whatever the body says (4.7).
 
         `work` may be an error: the request is then stored as failed and uses its seq up (O5, O6). Content is checked
-        here too, against the model, and a bad one is stored as failed. Raises only NotFound (unknown run), BadRequest
-        (seq < 1) and NotReady (stopping)."""
+        here too, against the model, and a bad one is stored as failed. Raises only NotFound (unknown run or finished
+        session), BadRequest (seq < 1) and NotReady (stopping).
+        """
+        self._check_running()
+        handle = self._runs.get(run)
+        self._sessions.active(handle.run.session_id)
+        if seq < 1:
+            raise BadRequest(f"seq_id is {seq}; the numbers of a run start at 1.")
+        refused = await self._refusal(handle, seq, work)
+        if await self._futures.accept(run, seq, op, raw, refused):
+            if refused is None:
+                assert not isinstance(work, OpenRLError)
+                handle.queue.push(seq, Entry(request_id(run, seq), seq, op, work))
+            else:
+                await self._use_up(handle, seq)
+            self._scheduler.wake()
+        return request_id(run, seq)
+
+    async def _refusal(self, handle: RunHandle, seq: int, work: Work | OpenRLError) -> OpenRLError | None:
+        """Why a request will not be run, if so."""
+        if isinstance(work, OpenRLError):
+            return work
+        if handle.run.state in (RunState.BROKEN, RunState.CLOSED):
+            return BadRequest(
+                f"run {handle.id} is {handle.run.state}: {handle.run.reason or 'it was unloaded'}.",
+                "Create a training client from its newest checkpoint.",
+            )
+        if seq < handle.queue.next_seq:
+            return BadRequest(f"seq_id {seq} is in the past; the run is at {handle.queue.next_seq} (O8).")
+        try:
+            await check_work(work, self._pool.find(handle.run.base_model).info)
+        except OpenRLError as error:
+            return error
+        return None
+
+    async def _use_up(self, handle: RunHandle, seq: int) -> None:
+        before = handle.queue.next_seq
+        handle.queue.use_up(seq)
+        if (after := handle.queue.next_seq) != before:
+            await self._db.run(lambda db: run_store.set_cursor(db, handle.id, after, time.time()))
+
+    async def unload(self, run: RunId, raw: Raw) -> RequestId:
+        """Accept an `unload_model` that carries no seq_id (L2): it takes the run's next free one. Raises NotFound."""
+        waiting = self._runs.get(run).queue.waiting()
+        seq = waiting[-1].seq + 1 if waiting else self._runs.get(run).queue.next_seq
+        return await self.submit(run, seq, Op.UNLOAD, Unload(), raw)
 
     # -- samplers --
-    async def create_sampler(self, session: SessionId, seq: int, base_model: str | None, model_path: str | None) -> SamplerId: ...
-    def sampler(self, sampler: SamplerId) -> Sampler: ...
+
+    async def create_sampler(
+        self, session: SessionId, seq: int, base_model: str | None, model_path: str | None
+    ) -> SamplerId:
+        """Open a sampling session, idempotent by (session, seq). Raises NotFound, BadRequest."""
+        self._check_running()
+        self._sessions.active(session)
+        folder = None
+        if model_path is not None:
+            checkpoint = await find_checkpoint(self._db, model_path)
+            base_model, folder = base_model or checkpoint.base_model, checkpoint.folder
+            if self._pool.find(base_model) is not self._pool.find(checkpoint.base_model):
+                raise BadRequest(f"base_model is {base_model!r}, but {model_path} is of {checkpoint.base_model!r}.")
+        if base_model is None:
+            raise BadRequest("create_sampling_session needs base_model or model_path.")
+        self._pool.find(base_model)
+        sampler = Sampler(sampler_id(session, seq), session, base_model, model_path, folder, time.time())
+        return await self._samplers.create(sampler)
+
+    def sampler(self, sampler: SamplerId) -> Sampler:
+        """Raises NotFound."""
+        return self._samplers.get(sampler)
+
     async def submit_sample(self, sampler: SamplerId, seq: int, payload: SamplePayload, raw: Raw) -> RequestId:
-        """Accept a sample, idempotent by (sampler, seq). Raises BadRequest for bad content, NotFound, Busy, NotReady."""
+        """Accept a sample, idempotent by (sampler, seq). Raises BadRequest (content), NotFound, Busy, NotReady."""
+        self._check_running()
+        held = self._samplers.get(sampler)
+        self._sessions.active(held.session_id)
+        return await self._sampling.submit(held, seq, payload, raw)
 
     # -- futures and checkpoints --
+
     async def wait(self, request: RequestId, timeout: float) -> Finished | Pending:
         """Wait on an event until the request ends or `timeout` seconds pass. Raises Gone for an unknown id."""
+        return await self._futures.wait(request, timeout)
+
     async def checkpoint(self, path: str) -> Checkpoint:
         """Raises NotFound, BadRequest for a malformed path."""
+        return await find_checkpoint(self._db, str(parse(path)))
+
+    def checkpoint_folder(self, checkpoint: Checkpoint) -> Path:
+        """Where a checkpoint's files are."""
+        return self._folders.absolute(checkpoint.folder)
+
     def status(self) -> dict[str, Any]:
         """A JSON-ready picture of the server: models, runs, queue, device."""
+        return picture(self._started_at, self._pool, self._runs, self._sampling.inflight)
+
+    def _check_running(self) -> None:
+        if self._stopping:
+            raise NotReady("the server is stopping.", "It takes up its work again when it is started.")
+
+
+def _new_run(session: SessionId, number: int, base_model: str, spec: LoraSpec, metadata: Mapping[str, Any]) -> Run:
+    now = time.time()
+    return Run(
+        id=RunId(f"{session}:train:{number}"),
+        session_id=session,
+        base_model=base_model,
+        spec=spec,
+        state=RunState.CREATING,
+        user_metadata=metadata,
+        created_at=now,
+        last_request_at=now,
+    )

@@ -1,0 +1,1 @@
+"""SQLite, one file, one connection, one thread: everything that must outlive the process. SQL lives only here."""

@@ -67,6 +67,7 @@ class Sampler:
     session_id: SessionId
     base_model: str
     model_path: str | None  # tinker:// path, None for the base model
+    folder: str | None  # the checkpoint's folder at that time: overwriting the name must not change this sampler
     created_at: float
 
 

@@ -1,0 +1,1 @@
+"""Worker processes: each owns the accelerator for one base model and is spoken to over a pipe."""

@@ -7,20 +7,17 @@ object that all wrapped layers share, so that rows of many adapters go through o
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Generator, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
+from openrl.checkpoints.peft import ALPHA, ATTN_MODULES, HEAD_NAME, MLP_MODULES
 from openrl.types import LoraSpec
-
-ALPHA = 32.0
-ATTN_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
-MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
-HEAD_NAME = "lm_head"
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,8 +59,13 @@ class Adapter:
             yield f"{name}.lora_B", self.b[name]
 
     def freeze(self, dtype: torch.dtype) -> Adapter:
-        """This adapter with compute copies made once, for sampling."""
-        self.compute = {n: (self.a[n].detach().to(dtype), self.b[n].detach().to(dtype)) for n in self.a}
+        """This adapter with compute copies made once, for sampling. The head's stay float32, as its logits do (L6)."""
+
+        def cast(name: str) -> tuple[Tensor, Tensor]:
+            kind = torch.float32 if name == HEAD_NAME else dtype
+            return self.a[name].detach().to(kind), self.b[name].detach().to(kind)
+
+        self.compute = {name: cast(name) for name in self.a}
         return self
 
 
@@ -85,8 +87,8 @@ def fresh_adapter(spec: LoraSpec, shapes: dict[str, LoraShape], device: torch.de
         digest = hashlib.sha256(f"{spec.seed}:{name}".encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
         uniform = torch.rand(spec.rank, shape.inputs, generator=generator, dtype=torch.float32)
-        a[name] = ((uniform * 2 - 1) * shape.inputs**-0.5).to(device).requires_grad_()
-        b[name] = torch.zeros(shape.outputs, spec.rank, dtype=torch.float32, device=device).requires_grad_()
+        a[name] = ((uniform * 2 - 1) * shape.inputs**-0.5).to(device)
+        b[name] = torch.zeros(shape.outputs, spec.rank, dtype=torch.float32, device=device)
     return Adapter(spec, a, b)
 
 
@@ -106,16 +108,17 @@ class Routing:
         self.segments: tuple[Segment, ...] = ()
 
     @contextmanager
-    def use(self, adapters: Sequence[Adapter | None]) -> Iterator[None]:
+    def use(self, adapters: Sequence[Adapter | None]) -> Generator[None]:
         """Route row i of the batch to `adapters[i]`. Rows of one adapter should be neighbours: a run is one product."""
-        before, self.segments = self.segments, _segments(adapters)
+        before, self.segments = self.segments, segments_of(adapters)
         try:
             yield
         finally:
             self.segments = before
 
 
-def _segments(adapters: Sequence[Adapter | None]) -> tuple[Segment, ...]:
+def segments_of(adapters: Sequence[Adapter | None]) -> tuple[Segment, ...]:
+    """Runs of equal neighbours."""
     segments: list[Segment] = []
     start = 0
     for stop in range(1, len(adapters) + 1):
@@ -135,20 +138,72 @@ class LoraLinear(nn.Module):
         self.routing = routing
 
     def forward(self, x: Tensor) -> Tensor:
-        return add_lora(self.base(x), x, self.name, self.routing.segments)
+        segments = self.routing.segments
+        if not torch.is_grad_enabled():
+            return add_lora(self.base(x), x, self.name, segments)
+        adapted = [s for s in segments if s.adapter is not None and self.name in s.adapter.a]
+        factors = [t for s in adapted if s.adapter for t in (s.adapter.a[self.name], s.adapter.b[self.name])]
+        return _RoutedLora.apply(x, self.base, tuple(adapted), *factors)
 
 
 def add_lora(y: Tensor, x: Tensor, name: str, segments: tuple[Segment, ...]) -> Tensor:
-    """y + scale B A x, each segment of rows with its own adapter. y [rows, ..., out], x [rows, ..., in]."""
-    if all(s.adapter is None for s in segments):
-        return y
-    parts: list[Tensor] = []
+    """y += scale B A x in place, each segment of rows with its own adapter; returns y. Without autograd.
+
+    y [rows, ..., out] contiguous, x [rows, ..., in].
+    """
     for s in segments:
-        part = y if len(segments) == 1 else y[s.start : s.stop]
         pair = s.adapter.pair(name, x.dtype) if s.adapter is not None else None
-        if s.adapter is not None and pair is not None:
-            a, b = pair
-            low = functional.linear(x[s.start : s.stop], a) * s.adapter.scale
-            part = part + functional.linear(low, b)
-        parts.append(part)
-    return parts[0] if len(parts) == 1 else torch.cat(parts)
+        if pair is not None:
+            _add(y, x, s, *pair)
+    return y
+
+
+def _add(y: Tensor, x: Tensor, s: Segment, a: Tensor, b: Tensor) -> Tensor:
+    """Add one segment's scale B A x to y in place; returns scale A x."""
+    low = functional.linear(_rows(x, s), a).mul_(_scale(s))
+    y[s.start : s.stop].view(-1, y.shape[-1]).addmm_(low, b.t())
+    return low
+
+
+def _rows(t: Tensor, s: Segment) -> Tensor:
+    """A segment's rows with all but the last dimension flattened."""
+    return t[s.start : s.stop].reshape(-1, t.shape[-1])
+
+
+class _RoutedLora(torch.autograd.Function):
+    """Frozen linear layer plus adapters as one node, so that products accumulate in place and no sum is a copy.
+
+    Takes the float32 factors A, B of each segment in turn and computes in the dtype of x; their gradients come back
+    in float32.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, base: nn.Linear, segments: tuple[Segment, ...], *factors: Tensor) -> Tensor:
+        y = functional.linear(x, base.weight, base.bias)
+        cast = [t.to(x.dtype) for t in factors]
+        lows = [_add(y, x, s, a, b) for s, a, b in zip(segments, cast[::2], cast[1::2], strict=True)]
+        ctx.base, ctx.segments = base, segments
+        ctx.save_for_backward(x, *cast, *lows)
+        return y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        dy = grads[0].contiguous()
+        x, *saved = ctx.saved_tensors
+        count = len(ctx.segments)
+        cast, lows = saved[: 2 * count], saved[2 * count :]
+        dx = torch.matmul(dy, ctx.base.weight) if ctx.needs_input_grad[0] else None
+        factors: list[Tensor] = []
+        for s, a, b, low in zip(ctx.segments, cast[::2], cast[1::2], lows, strict=True):
+            dy_s = _rows(dy, s)
+            d_low = torch.mm(dy_s, b).mul_(_scale(s))
+            factors.append(torch.mm(d_low.t(), _rows(x, s)).float())
+            factors.append(torch.mm(dy_s.t(), low).float())
+            if dx is not None:
+                dx[s.start : s.stop].view(-1, dx.shape[-1]).addmm_(d_low, a)
+        return dx, None, None, *factors
+
+
+def _scale(s: Segment) -> float:
+    assert s.adapter is not None
+    return s.adapter.scale

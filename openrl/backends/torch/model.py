@@ -6,6 +6,8 @@ kept apart in float32, so that logprobs never pass through bf16 logits (L6) and 
 
 from __future__ import annotations
 
+from collections.abc import Generator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -14,34 +16,35 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from openrl.backends.torch.lora import (
-    ATTN_MODULES,
-    HEAD_NAME,
-    MLP_MODULES,
-    LoraLinear,
-    LoraShape,
-    Routing,
-    Segment,
-    add_lora,
-)
+from openrl.backends.torch.lora import LoraLinear, LoraShape, Routing, Segment, add_lora
+from openrl.checkpoints.peft import ATTN_MODULES, HEAD_NAME, MLP_MODULES
 from openrl.errors import ModelError
 
 # Families whose head is a plain product (with optional soft-capping) and whose layers carry the usual names: checked
 # by the contract tests. Others may scale logits or embed differently, so they are refused rather than guessed.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"})
 
+# Below so many rows a head product on the CPU is bound by reading the weights, and converting them first costs more.
+_CONVERT_ROWS = 64
+
 
 @dataclass(slots=True)
 class CausalLM:
-    """The opened model. `head` is float32 [V, H]; `softcap` is the family's logit cap or None."""
+    """The opened model. `softcap` is the family's logit cap or None.
+
+    The output head is [V, H] in the compute dtype. Where the device cannot multiply that into float32 results,
+    `head_wide` is its float32 copy, else the same tensor.
+    """
 
     backbone: nn.Module
     head: Tensor
+    head_wide: Tensor
     softcap: float | None
     routing: Routing
     shapes: dict[str, LoraShape]
     config: Any
     eos_ids: frozenset[int]
+    parameters: int
     dtype: torch.dtype
     device: torch.device
 
@@ -54,11 +57,18 @@ class CausalLM:
         return self.backbone(return_dict=True, **inputs).last_hidden_state
 
     def logits(self, hidden: Tensor, segments: tuple[Segment, ...]) -> Tensor:
-        """Float32 logits [M, V] of hidden states [M, H], whose rows `segments` assign to adapters. No autograd chunking:
-        training uses `openrl.backends.torch.head` instead."""
-        x = hidden.float()
-        z = add_lora(x @ self.head.t(), x, HEAD_NAME, segments)
-        return self.cap(z)
+        """Float32 logits [M, V] of hidden states [M, H], whose rows `segments` assign to adapters. Without autograd:
+        training goes through `openrl.backends.torch.head`."""
+        return self.cap(add_lora(self.project(hidden), hidden.float(), HEAD_NAME, segments))
+
+    def project(self, hidden: Tensor, out: Tensor | None = None) -> Tensor:
+        """hidden [M, H] times the head, accumulated and returned in float32 [M, V] (L6)."""
+        if self.head_wide is self.head and self.dtype is not torch.float32:
+            return torch.mm(hidden, self.head.t(), out_dtype=torch.float32, out=out)
+        # Values that came from bf16 lose nothing when the CPU multiplies them as bf16; the sum stays float32.
+        exact = self.dtype is torch.bfloat16 and hidden.shape[0] >= _CONVERT_ROWS
+        with _cpu_products("bf16" if exact else "ieee"):
+            return torch.mm(hidden.float(), self.head_wide.t(), out=out)
 
     def cap(self, z: Tensor) -> Tensor:
         """The family's soft-capping, identity where it has none."""
@@ -75,21 +85,36 @@ def open_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Causal
         )
     model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
     model.to(device).eval().requires_grad_(False)
+    parameters = sum(p.numel() for p in model.parameters())  # a tied head counts once
     routing = Routing()
     shapes = _wrap(model, routing)
-    head = model.lm_head.weight.detach().float()
+    head = model.lm_head.weight.detach()
     shapes[HEAD_NAME] = LoraShape(head.shape[1], head.shape[0])
     return CausalLM(
         backbone=model.model,
         head=head,
+        head_wide=head if device.type == "cuda" else head.float(),
         softcap=getattr(config, "final_logit_softcapping", None),
         routing=routing,
         shapes=shapes,
         config=config,
         eos_ids=_eos_ids(folder, config),
+        parameters=parameters,
         dtype=dtype,
         device=device,
     )
+
+
+@contextmanager
+def _cpu_products(precision: str) -> Generator[None]:
+    """How oneDNN multiplies float32 matrices within the block: as float32 ("ieee") or from bf16 copies ("bf16")."""
+    products: Any = torch.backends.mkldnn
+    before = products.matmul.fp32_precision
+    products.matmul.fp32_precision = precision
+    try:
+        yield
+    finally:
+        products.matmul.fp32_precision = before
 
 
 def _wrap(model: nn.Module, routing: Routing) -> dict[str, LoraShape]:

@@ -1,0 +1,161 @@
+"""`openrl serve`: the daemon in the foreground, with what a person needs to see of it."""
+
+from __future__ import annotations
+
+import errno
+import logging
+from typing import Annotated
+
+import typer
+from rich.text import Text
+
+from openrl import apikey
+from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady, ServeEvent, Stopping
+from openrl.errors import OpenRLError, SettingsError
+from openrl.models import catalog
+from openrl.models.catalog import Kind
+from openrl.settings import Settings, load
+from openrl.telemetry import logs
+from openrl.version import VERSION
+from openrl_cli import console, options
+from openrl_cli.progress import ModelBars
+
+
+def _option(*names: str, text: str) -> typer.models.OptionInfo:
+    return typer.Option(*names, help=text, show_default=False)
+
+
+Models = Annotated[
+    list[str] | None,
+    _option(
+        "--model",
+        text="Embedded model, folder, .gguf file or hub id; repeat it to serve several. [smollm2-135m-instruct]",
+    ),
+]
+Aliases = Annotated[
+    list[str] | None,
+    _option("--alias", text="NAME=MODEL: serve MODEL under NAME too, so that scripts with a fixed name run."),
+]
+Backend = Annotated[str | None, _option("--backend", text="auto, cpu, cuda, mps or remote. [auto]")]
+Host = Annotated[str | None, _option("--host", text="Address to listen on. [127.0.0.1]")]
+Port = Annotated[str | None, _option("--port", text="Port to listen on. [8000]")]
+Dtype = Annotated[str | None, _option("--dtype", text="auto, float32 or bfloat16: type of the base weights. [auto]")]
+Threads = Annotated[str | None, _option("--threads", text="CPU threads of a worker; 0 means physical cores. [0]")]
+NoAuth = Annotated[bool, _option("--no-auth", text="Take calls without the API key (on loopback only).")]
+
+
+def serve(
+    model: Models = None,
+    alias: Aliases = None,
+    backend: Backend = None,
+    host: Host = None,
+    port: Port = None,
+    data_dir: options.DataDir = None,
+    dtype: Dtype = None,
+    threads: Threads = None,
+    no_auth: NoAuth = False,
+    config: options.Config = None,
+) -> None:
+    """Serve models to the tinker SDK until Ctrl-C (twice: at once).
+
+    Answers before the models are loaded, and prints what to export for a script. All settings: openrl config.
+    """
+    flags: dict[str, object] = {
+        "models": model or None,
+        "aliases": alias or None,
+        "engine.backend": backend,
+        "server.host": host,
+        "server.port": port,
+        "data_dir": data_dir,
+        "engine.dtype": dtype,
+        "engine.threads": threads,
+        "server.auth": "off" if no_auth else None,
+    }
+    resolved = load(flags, config)
+    settings = resolved.settings
+    key = resolved.api_key or apikey.api_key(settings.data_dir)
+    logs.setup(settings.log.folder, settings.log.level, terminal=_TerminalLog())
+    raise typer.Exit(_run(settings, key))
+
+
+def _run(settings: Settings, key: str) -> int:
+    """Serve to the end; returns the exit code. Raises SettingsError if the address cannot be had."""
+    from openrl import app  # brings the web server; other commands do without
+
+    with ModelBars(console.err) as bars:
+        try:
+            return app.serve(settings, key, Display(settings, key, bars))
+        except OSError as error:
+            raise _address_error(error, settings) from error
+
+
+def _address_error(error: OSError, settings: Settings) -> OpenRLError:
+    server = settings.server
+    where = f"port {server.port} on {server.host}"
+    match error.errno:
+        case errno.EADDRINUSE:
+            hint = f"Stop what listens there (`openrl status` tells if it is openrl) or take --port {server.port + 1}."
+            return SettingsError(f"{where} is in use.", hint)
+        case errno.EACCES:
+            return SettingsError(f"{where} may not be opened by this user.", "Take a --port from 1024 on.")
+        case errno.EADDRNOTAVAIL:
+            return SettingsError(f"{server.host} is no address of this machine.", "Take --host 127.0.0.1 or 0.0.0.0.")
+        case _:
+            return SettingsError(f"{where} cannot be opened: {error.strerror or error}.")
+
+
+class Display:
+    """Shows the server's events: exports on stdout, the rest on stderr."""
+
+    def __init__(self, settings: Settings, key: str, bars: ModelBars) -> None:
+        self._settings = settings
+        self._key = key
+        self._bars = bars
+
+    def __call__(self, event: ServeEvent) -> None:
+        match event:
+            case Listening(url):
+                self._listening(url)
+            case ModelProgress(name, stage, done, total):
+                self._bars.update(name, stage, done, total)
+            case ModelReady(name):
+                self._bars.finish(name)
+                console.err.print(Text.assemble(("ready: ", "bold green"), _ready_line(event)), soft_wrap=True)
+            case ModelFailed(name, message):
+                self._bars.finish(name)
+                console.err.print(Text.assemble(("not served: ", "bold red"), f"{name}: {message}"), soft_wrap=True)
+            case Stopping():
+                self._bars.close()
+                console.err.print("stopping: running work ends first; Ctrl-C again ends at once")
+
+    def _listening(self, url: str) -> None:
+        names = ", ".join(name for spec in self._settings.models for name in (spec.name, *spec.aliases))
+        console.err.print(Text(f"openrl {VERSION} listens on {url} and serves {names}"), soft_wrap=True)
+        console.err.print("In the terminal of your script:\n")
+        for line in export_lines(self._settings, self._key, url):
+            console.out.print(Text(line), soft_wrap=True)
+        console.err.print()
+
+
+def export_lines(settings: Settings, key: str, url: str) -> list[str]:
+    """The lines to run in a client's shell. The last one is for names whose tokenizer lies in the local cache only."""
+    lines = [f"export TINKER_BASE_URL={url}", f"export TINKER_API_KEY={key}"]
+    if any(spec.aliases or catalog.kind(spec.source) is not Kind.HUB for spec in settings.models):
+        lines.append("export HF_HUB_OFFLINE=1  # tokenizers are in the local cache: load them without asking the hub")
+    return lines
+
+
+def _ready_line(event: ModelReady) -> str:
+    report = event.report
+    memory = f"{report.memory_bytes / (1 << 30):.1f} GiB"
+    place = f"{report.device} ({report.dtype}, {report.threads} threads, {memory})"
+    return f"{event.name} on {place} after {event.seconds:.1f} s"
+
+
+class _TerminalLog(logging.Handler):
+    """Log lines through rich's console, which keeps a progress bar below them whole."""
+
+    def emit(self, record: logging.LogRecord) -> None:
+        console.err.print(Text(f"{record.levelname.lower()}: {record.getMessage()}"), soft_wrap=True)
+        if record.exc_info:
+            console.err.print(Text(logs.scrubbed(logging.Formatter().formatException(record.exc_info))), soft_wrap=True)

@@ -1,0 +1,44 @@
+"""Backend names and where their code is. Imported by the daemon, so nothing heavy is imported here."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+import platform
+import sys
+from collections.abc import Callable
+
+from openrl.backends.base import Backend, BackendSpec
+from openrl.errors import ModelError
+
+BACKENDS = {"cpu": "openrl.backends.cpu", "cuda": "openrl.backends.cuda"}
+PLANNED = {
+    "mps": "The MLX backend is not in this version yet; use --backend cpu.",
+    "remote": "The remote backend is not in this version yet; point TINKER_BASE_URL at the other server instead.",
+}
+
+
+def check_backend(name: str) -> None:
+    """Raise ModelError if this version cannot serve with backend `name`."""
+    if name in PLANNED:
+        raise ModelError(f"backend {name!r} cannot be served.", PLANNED[name])
+    if name != "auto" and name not in BACKENDS:
+        raise ModelError(f"unknown backend {name!r}.", f"Legal: auto, {', '.join(BACKENDS)}.")
+    if importlib.util.find_spec("torch") is None:
+        raise ModelError("PyTorch is not installed, and the cpu and cuda backends need it.", "Run: pip install torch")
+
+
+def opener(name: str) -> Callable[[BackendSpec], Backend]:
+    """The `open_backend` of a backend; called in a worker process. `auto` is cuda where there is one, else cpu."""
+    check_backend(name)
+    if name == "auto":
+        name = "cuda" if _has_cuda() else "cpu"
+    return importlib.import_module(BACKENDS[name]).open_backend
+
+
+def _has_cuda() -> bool:
+    if sys.platform == "darwin" and platform.machine() == "arm64":
+        return False
+    from torch import cuda
+
+    return cuda.is_available()

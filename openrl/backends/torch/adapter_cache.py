@@ -1,0 +1,40 @@
+"""The adapters that the sampler holds, by key: loaded on first use, forgotten least recently used first."""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Set
+
+import torch
+
+from openrl.backends.torch.lora import Adapter
+from openrl.types import AdapterRef
+
+_LIMIT = 16
+
+AdapterLoader = Callable[[AdapterRef], Adapter]
+
+
+class AdapterCache:
+    """Keeps up to `limit` adapters, more only while more are in use at once. Keys are never reused (AdapterRef)."""
+
+    def __init__(self, load: AdapterLoader, dtype: torch.dtype, limit: int = _LIMIT) -> None:
+        self._load = load
+        self._dtype = dtype
+        self._limit = limit
+        self._held: OrderedDict[str, Adapter] = OrderedDict()
+
+    def get(self, ref: AdapterRef, in_use: Set[str]) -> Adapter:
+        """The adapter in the compute dtype; `in_use` are keys to keep. Raises `OpenRLError` if it cannot be loaded."""
+        if ref.key not in self._held:
+            loaded = self._load(ref).freeze(self._dtype)
+            # Only the compute copies are needed here; the float32 originals would double the memory.
+            self._held[ref.key] = Adapter(loaded.spec, {}, {}, loaded.compute)
+        self._held.move_to_end(ref.key)
+        self._trim(in_use | {ref.key})
+        return self._held[ref.key]
+
+    def _trim(self, in_use: Set[str]) -> None:
+        idle = [key for key in self._held if key not in in_use]
+        for key in idle[: max(0, len(self._held) - self._limit)]:
+            del self._held[key]

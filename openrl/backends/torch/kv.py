@@ -1,0 +1,184 @@
+"""The KV cache: one rectangle of slots a layer, written in place, and the views of it that a forward pass needs.
+
+A slot holds one sequence from column 0, and live sequences fill slots 0, 1, ... without holes, so that decoding reads
+plain slices. A view stands in for transformers' cache object: each attention layer gives it the new keys and values
+and gets back those to attend over.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+_LENGTH_BLOCK = 128  # columns are added in multiples of this
+
+
+@dataclass(frozen=True, slots=True)
+class KVShape:
+    """What a model's cache needs to know: sizes, dtype and place."""
+
+    layers: int
+    heads: int  # key and value heads
+    head_dim: int
+    dtype: torch.dtype
+    device: torch.device
+
+    @classmethod
+    def of(cls, config: Any, dtype: torch.dtype, device: torch.device) -> KVShape:
+        """From a transformers config of one of the supported families."""
+        head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        return cls(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype, device)
+
+
+class KVCache:
+    """Keys and values [slots, heads, length, head_dim] of every layer, growing and shrinking with use.
+
+    Holds at most `max_tokens` = slots * length, whatever part of the rectangle is in use: that is what memory pays for.
+    """
+
+    def __init__(self, shape: KVShape, max_slots: int, max_tokens: int) -> None:
+        self._shape = shape
+        self._max_slots = max_slots
+        self._max_tokens = max_tokens
+        self.slots = 0
+        self.length = 0
+        self.keys: list[Tensor] = []
+        self.values: list[Tensor] = []
+
+    @property
+    def device(self) -> torch.device:
+        return self._shape.device
+
+    def fits(self, slots: int, length: int) -> bool:
+        """Whether `slots` sequences of `length` tokens can be held at all."""
+        return slots * length <= self._max_tokens
+
+    def holds(self, slots: int, length: int) -> bool:
+        """Whether there is room for that now, without `reserve`."""
+        return slots <= self.slots and length <= self.length
+
+    def clear(self) -> None:
+        """Give all memory back."""
+        self.keys, self.values, self.slots, self.length = [], [], 0, 0
+
+    def reserve(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
+        """Make room for `slots` * `length`, keeping what the first `used_slots` hold in `used_length` columns.
+
+        The caller has checked `fits`. Grows to a power of two and a block, or exactly where that would be too much.
+        """
+        if not self.holds(slots, length):
+            self._resize(*self._rounded(slots, length), used_slots, used_length)
+
+    def shrink(self, slots: int, length: int) -> None:
+        """Give memory back when only a small part is still used: the first `slots`, up to `length`."""
+        if 8 * slots * length <= self.slots * self.length > 8 * _LENGTH_BLOCK:
+            self._resize(*self._rounded(slots, length), slots, length)
+
+    def _rounded(self, slots: int, length: int) -> tuple[int, int]:
+        wide = min(1 << (slots - 1).bit_length(), self._max_slots)
+        long = -(-length // _LENGTH_BLOCK) * _LENGTH_BLOCK
+        long = max(long, self.length) if self.fits(wide, max(long, self.length)) else long
+        if self.fits(wide, long):
+            return wide, long
+        return (slots, long) if self.fits(slots, long) else (slots, length)
+
+    def _resize(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
+        """Layer by layer, so that old and new lie side by side for one tensor only."""
+        if not self.keys:
+            self.keys, self.values = [self._empty(0, 0)] * self._shape.layers, [self._empty(0, 0)] * self._shape.layers
+        for side in (self.keys, self.values):
+            for layer, old in enumerate(side):
+                new = self._empty(slots, length)
+                new[:used_slots, :, :used_length] = old[:used_slots, :, :used_length]
+                side[layer] = new
+        self.slots, self.length = slots, length
+
+    def _empty(self, slots: int, length: int) -> Tensor:
+        # Zeros, not garbage: a masked column still meets its attention weight, and 0 * NaN is NaN.
+        s = self._shape
+        return torch.zeros(slots, s.heads, length, s.head_dim, dtype=s.dtype, device=s.device)
+
+    def copy(self, moves: Sequence[tuple[int, int]], length: int) -> None:
+        """Copy the first `length` columns of slots to others, (from, to), as if all at once: a slot may be both."""
+        if not moves:
+            return
+        src, dst = torch.tensor(moves, device=self.device).unbind(1)
+        for side in (self.keys, self.values):
+            for tensor in side:
+                tensor[dst, :, :length] = tensor[src, :, :length]
+
+    def wipe(self, slot: int) -> None:
+        """Zero a slot that may hold non-finite values."""
+        for tensor in (*self.keys, *self.values):
+            tensor[slot].zero_()
+
+
+class _View:
+    """What transformers asks of a cache where it makes no mask of its own beyond plain causality."""
+
+    is_compileable = False
+
+    def get_seq_length(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_query_offset(self, *_: Any, **__: Any) -> int:
+        return 0
+
+    def get_mask_sizes(self, query_length: int, *_: Any, **__: Any) -> tuple[int, int]:
+        return query_length, 0
+
+
+class PrefillView(_View):
+    """Whole prompts from position 0: attend to them alone, and store rows in slots as `targets` (row, slot) says."""
+
+    def __init__(self, cache: KVCache, targets: Sequence[tuple[int, int]]) -> None:
+        self._cache = cache
+        self._targets = torch.tensor(targets, device=cache.device).unbind(1) if targets else None
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store and return keys and values [rows, heads, tokens, head_dim]."""
+        if self._targets is not None:
+            rows, slots = self._targets
+            count = min(key.shape[2], self._cache.length)  # padding need not be stored
+            self._cache.keys[layer][slots, :, :count] = key[rows, :, :count]
+            self._cache.values[layer][slots, :, :count] = value[rows, :, :count]
+        return key, value
+
+
+class ChunkView(_View):
+    """Part of one prompt from position `start`: store in `slot` and attend to what is there up to it."""
+
+    def __init__(self, cache: KVCache, slot: int, start: int) -> None:
+        self._cache = cache
+        self._slot = slot
+        self._start = start
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store keys and values [1, heads, tokens, head_dim]; returns all columns up to the newest."""
+        stop = self._start + key.shape[2]
+        keys, values = (side[layer][self._slot : self._slot + 1] for side in (self._cache.keys, self._cache.values))
+        keys[:, :, self._start : stop] = key
+        values[:, :, self._start : stop] = value
+        return keys[:, :, :stop], values[:, :, :stop]
+
+
+class DecodeView(_View):
+    """One token for each of the first slots, at `positions` [rows]; attend over the first `length` columns."""
+
+    def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:
+        self._cache = cache
+        self._rows = torch.arange(len(positions), device=positions.device)
+        self._positions = positions
+        self._length = length
+
+    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
+        """Store keys and values [rows, heads, 1, head_dim]; returns views of the columns in use."""
+        keys, values = self._cache.keys[layer], self._cache.values[layer]
+        keys[self._rows, :, self._positions] = key[:, :, 0]
+        values[self._rows, :, self._positions] = value[:, :, 0]
+        rows = len(key)
+        return keys[:rows, :, : self._length], values[:rows, :, : self._length]

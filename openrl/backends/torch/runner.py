@@ -1,0 +1,206 @@
+"""The device side of sampling: prompts and decoding steps through the model, keys and values into the cache.
+
+Which sequences are computed together is decided elsewhere (`openrl.backends.torch.schedule`). Runs under
+`torch.inference_mode`, which the caller enters.
+"""
+
+from __future__ import annotations
+
+import inspect
+import math
+from collections.abc import Sequence as Items
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from openrl.backends.torch.draw import Drawn, Knobs, draw, stack
+from openrl.backends.torch.kv import ChunkView, DecodeView, KVCache, KVShape, PrefillView
+from openrl.backends.torch.lora import segments_of
+from openrl.backends.torch.masks import Masks
+from openrl.backends.torch.model import CausalLM
+from openrl.backends.torch.schedule import Prefix
+from openrl.backends.torch.score import Span, head_rows, score
+from openrl.backends.torch.sequences import Sequence, TopRow, arrange
+
+
+@dataclass(frozen=True, slots=True)
+class Token:
+    """One drawn token of a sequence."""
+
+    id: int
+    logprob: float
+    top: TopRow | None
+
+    @property
+    def sane(self) -> bool:
+        """False when the logits were not finite, because weights or sums broke."""
+        return math.isfinite(self.logprob)
+
+
+@dataclass(slots=True)
+class _Batch:
+    """What decoding needs of the live sequences; good while `sequences` is the same list."""
+
+    sequences: list[Sequence]
+    knobs: list[Knobs]
+    tokens: Tensor  # int64 [rows], drawn and not yet computed
+    positions: Tensor  # int64 [rows], of those tokens
+
+
+class Runner:
+    """Runs a model for the sampler and owns its KV cache."""
+
+    def __init__(self, model: CausalLM, max_rows: int, max_kv_tokens: int) -> None:
+        self._model = model
+        self._masks = Masks(model.config, model.dtype, model.device)
+        self._cache_argument = _cache_argument(model)
+        self._batch: _Batch | None = None
+        self.kv = KVCache(KVShape.of(model.config, model.dtype, model.device), max_rows, max_kv_tokens)
+        self.intact = True  # False: running out of memory left the cache half moved
+
+    # ---- slots ----
+
+    def place(self, sequences: Items[Sequence], tail: Sequence | None, length: int) -> list[Sequence]:
+        """Give every sequence a slot, those of one adapter side by side, and `tail` the slot behind them.
+
+        Sequences that have one keep what it holds. There will be `length` columns. Returns the order of the slots.
+        """
+        self.intact = False
+        everyone = [*sequences, tail] if tail else sequences
+        held = [s for s in sequences if s.slot >= 0]
+        kept = [*held, tail] if tail and tail.slot >= 0 else held
+        used = min(self.kv.length, max((s.length for s in kept), default=0))
+        if not self.kv.holds(len(everyone), length):
+            self._move(held, tail if tail in kept else None, used)
+            self.kv.reserve(len(everyone), length, len(kept), used)
+        order = self._move(sequences, tail, used)
+        self.kv.shrink(len(everyone), length)
+        self.intact = True
+        return order
+
+    def _move(self, sequences: Items[Sequence], tail: Sequence | None, used: int) -> list[Sequence]:
+        order, moves = arrange(sequences)
+        if tail is not None:
+            if tail.slot not in (-1, len(order)):
+                moves.append((tail.slot, len(order)))
+            tail.slot = len(order)
+        self.kv.copy(moves, used)
+        return order
+
+    def clear(self) -> None:
+        """Forget everything that the cache holds."""
+        self._batch = None
+        self.kv.clear()
+        self.intact = True
+
+    # ---- forward passes ----
+
+    def compute(self, prefixes: Items[Prefix]) -> None:
+        """Whole prefixes in one padded pass: their ends, scores and, for members that have a slot, keys and values."""
+        width = max(len(p.tokens) for p in prefixes)
+        ids = torch.tensor([p.tokens + [0] * (width - len(p.tokens)) for p in prefixes])
+        targets = [(row, m.slot) for row, p in enumerate(prefixes) for m in p.members if m.slot >= 0]
+        view = PrefillView(self.kv, targets)
+        with self._model.routing.use([p.job.adapter for p in prefixes]):
+            hidden = self._forward(ids, torch.arange(width)[None], self._masks.prompt(0, width), view)
+        score(self._model, [Span(p.job, 0, hidden[row]) for row, p in enumerate(prefixes) if p.job.end is None])
+        for row, prefix in enumerate(prefixes):
+            _end(prefix, hidden[row, len(prefix.tokens) - 1])
+
+    def compute_part(self, prefix: Prefix, count: int) -> None:
+        """The next `count` tokens of a prefix whose first member has a slot."""
+        leader = prefix.members[0]
+        start, stop = prefix.done, min(prefix.done + count, len(prefix.tokens))
+        ids = torch.tensor([prefix.tokens[start:stop]])
+        view = ChunkView(self.kv, leader.slot, start)
+        with self._model.routing.use([leader.job.adapter]):
+            mask = self._masks.prompt(start, stop - start)
+            hidden = self._forward(ids, torch.arange(start, stop)[None], mask, view)
+        if prefix.job.end is None:
+            score(self._model, [Span(prefix.job, start, hidden[0])])
+        prefix.done = stop
+        if stop == len(prefix.tokens):
+            _end(prefix, hidden[0, -1])
+
+    def fork(self, source: Sequence, members: Items[Sequence], length: int) -> None:
+        """Copy the first `length` columns of one sequence to others of its job."""
+        self.kv.copy([(source.slot, m.slot) for m in members if m.slot not in (-1, source.slot)], length)
+
+    def decode(self, live: list[Sequence]) -> list[Token]:
+        """Compute the newest token of all live sequences, in their slots' order, and draw the next of each."""
+        batch = self._batch
+        if batch is None or batch.sequences is not live:
+            batch = self._batch = self._new_batch(live)
+        lengths = [s.length for s in live]
+        longest = max(lengths)
+        mask = self._masks.decode(batch.positions, longest, level=longest == min(lengths))
+        view = DecodeView(self.kv, batch.positions, longest)
+        with self._model.routing.use([s.job.adapter for s in live]):
+            hidden = self._forward(batch.tokens[:, None], batch.positions[:, None], mask, view)
+        drawn = self._draw(live, hidden[:, 0], batch.knobs)
+        batch.tokens = torch.cat([d.tokens for d in drawn]) if len(drawn) > 1 else drawn[0].tokens
+        batch.positions += 1
+        return _tokens(live, drawn)
+
+    def draw(self, sequences: Items[Sequence], hidden: Tensor) -> list[Token]:
+        """Draw each sequence's next token from the hidden states [rows, H] of its last one."""
+        return _tokens(sequences, self._draw(sequences, hidden, self._knobs(sequences)))
+
+    def _new_batch(self, live: list[Sequence]) -> _Batch:
+        tokens = torch.tensor([s.tokens[-1] for s in live], device=self._model.device)
+        positions = torch.tensor([s.length - 1 for s in live], device=self._model.device)
+        return _Batch(live, self._knobs(live), tokens, positions)
+
+    def _forward(self, ids: Tensor, positions: Tensor, mask: Any, view: Any) -> Tensor:
+        device = self._model.device
+        inputs = {"attention_mask": mask, "use_cache": True, self._cache_argument: view}
+        return self._model.hidden(input_ids=ids.to(device), position_ids=positions.to(device), **inputs)
+
+    def _knobs(self, sequences: Items[Sequence]) -> list[Knobs]:
+        """For as many rows at a time as the head may take."""
+        size, vocab = head_rows(self._model.vocab_size), self._model.vocab_size
+        parts = [sequences[i : i + size] for i in range(0, len(sequences), size)]
+        return [stack([s.knobs for s in part], vocab, self._model.device) for part in parts]
+
+    def _draw(self, sequences: Items[Sequence], hidden: Tensor, knobs: Items[Knobs]) -> list[Drawn]:
+        drawn: list[Drawn] = []
+        start = 0
+        for part in knobs:
+            stop = start + len(part.seeds)
+            rows = sequences[start:stop]
+            logits = self._model.logits(hidden[start:stop], segments_of([s.job.adapter for s in rows]))
+            drawn.append(draw(logits, part, np.array([s.length for s in rows])))
+            start = stop
+        return drawn
+
+
+def _end(prefix: Prefix, hidden: Tensor) -> None:
+    # A copy: a view would keep the hidden states of the whole pass alive.
+    prefix.end = hidden.clone()
+    if len(prefix.tokens) == len(prefix.job.prompt):
+        prefix.job.end = prefix.end
+
+
+def _tokens(sequences: Items[Sequence], drawn: Items[Drawn]) -> list[Token]:
+    """To the host, with one transfer an array."""
+    ids = [i for d in drawn for i in d.tokens.tolist()]
+    logprobs = [x for d in drawn for x in d.logprobs.tolist()]
+    tops: list[TopRow | None] = []
+    for d in drawn:
+        if d.top_ids is None or d.top_logprobs is None:
+            tops += [None] * len(d.tokens)
+        else:
+            tops += zip(d.top_ids.tolist(), d.top_logprobs.tolist(), strict=True)
+    return [
+        Token(i, x, (top[0][: s.knobs.top], top[1][: s.knobs.top]) if top and s.knobs.top else None)
+        for s, i, x, top in zip(sequences, ids, logprobs, tops, strict=True)
+    ]
+
+
+def _cache_argument(model: CausalLM) -> str:
+    """Newer transformers call the backbone's cache `cache`, older ones `past_key_values`."""
+    parameters = inspect.signature(type(model.backbone).forward).parameters
+    return "cache" if "cache" in parameters else "past_key_values"

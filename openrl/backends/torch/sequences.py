@@ -1,0 +1,163 @@
+"""A request on its way through the sampler: the job, its sequences, and the results they gather."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as Items
+from dataclasses import dataclass, field
+
+import numpy as np
+from torch import Tensor
+
+from openrl.backends.base import SampleJob
+from openrl.backends.torch.draw import RowKnobs
+from openrl.backends.torch.lora import Adapter
+from openrl.backends.torch.stops import StopWatch
+from openrl.types import RequestId, SampledSequence, SampleOutput, TopK
+
+_EMPTY_LOGPROB = -99999.0  # of the cells at position 0 of a prompt, which nothing precedes (S7)
+_UINT64 = (1 << 64) - 1
+
+# (ids, logprobs) of the most likely tokens at one position, descending.
+TopRow = tuple[list[int], list[float]]
+
+
+@dataclass(slots=True, eq=False)
+class PromptScores:
+    """Logprobs of a prompt's tokens as its parts are computed (S5, S7)."""
+
+    logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
+    top: TopK | None
+
+    @classmethod
+    def empty(cls, tokens: int, top: int) -> PromptScores:
+        """For a prompt of `tokens`, with room for the `top` most likely ones a position."""
+        table = TopK(np.zeros((tokens, top), np.int32), np.full((tokens, top), _EMPTY_LOGPROB, np.float32))
+        return cls(np.full(tokens, np.nan, np.float32), table if top else None)
+
+
+@dataclass(slots=True, eq=False)
+class Job:
+    """One request. `results` has a place for each sequence; the job is done when all are filled."""
+
+    source: SampleJob
+    prompt: list[int]
+    limit: int  # most tokens a sequence may draw
+    scores: PromptScores | None  # None: not asked for
+    adapter: Adapter | None = None  # set on admission
+    end: Tensor | None = None  # hidden state [H] of the last prompt token, once computed: later samples start from it
+    results: list[SampledSequence | None] = field(default_factory=list["SampledSequence | None"])
+    ended: bool = False  # answered, or forgotten
+
+    @property
+    def request(self) -> RequestId:
+        return self.source.request
+
+    @property
+    def adapter_key(self) -> str:
+        """Empty for the base model."""
+        return self.source.adapter.key if self.source.adapter is not None else ""
+
+    @property
+    def done(self) -> bool:
+        return all(result is not None for result in self.results)
+
+    def output(self) -> SampleOutput:
+        """The answer of a job that is done."""
+        payload = self.source.payload
+        return SampleOutput(
+            sequences=tuple(result for result in self.results if result is not None),
+            prompt_logprobs=self.scores.logprobs if self.scores and payload.prompt_logprobs else None,
+            topk_prompt=self.scores.top if self.scores else None,
+        )
+
+
+@dataclass(slots=True, eq=False)
+class Sequence:
+    """One of a job's samples. `order` is its place among all sequences ever queued; `slot` that in the cache, or -1.
+
+    A live sequence has keys and values for all its tokens but the last.
+    """
+
+    job: Job
+    index: int
+    order: int
+    knobs: RowKnobs
+    watch: StopWatch
+    slot: int = -1
+    tokens: list[int] = field(default_factory=list[int])
+    logprobs: list[float] = field(default_factory=list[float])
+    top: list[TopRow] = field(default_factory=list[TopRow])
+
+    @property
+    def length(self) -> int:
+        """Tokens so far, prompt included."""
+        return len(self.job.prompt) + len(self.tokens)
+
+    @property
+    def final_length(self) -> int:
+        """Most tokens it can come to, prompt included."""
+        return len(self.job.prompt) + self.job.limit
+
+    @property
+    def last(self) -> bool:
+        """Whether the next token must be the last one, so that nothing need be kept for more."""
+        return len(self.tokens) + 1 >= self.job.limit
+
+    def history(self) -> list[int]:
+        """All tokens so far, prompt included."""
+        return self.job.prompt + self.tokens
+
+    def push(self, token: int, logprob: float, top: TopRow | None) -> bool:
+        """Take a drawn token; whether the sequence is complete now, in which case the job has its result."""
+        self.tokens.append(token)
+        self.logprobs.append(logprob)
+        if top is not None:
+            self.top.append(top)
+        stopped = self.watch.push(token)
+        if not stopped and len(self.tokens) < self.job.limit:
+            return False
+        self.job.results[self.index] = self._result("stop" if stopped else "length")
+        return True
+
+    def _result(self, reason: str) -> SampledSequence:
+        top = None
+        if self.top:
+            ids, logprobs = zip(*self.top, strict=True)
+            top = TopK(np.array(ids, np.int32), np.array(logprobs, np.float32))
+        return SampledSequence(np.array(self.tokens, np.int32), np.array(self.logprobs, np.float32), reason, top)
+
+
+def row_knobs(source: SampleJob, seed: int, index: int) -> RowKnobs:
+    """How sample `index` of a job draws: its seed is `seed` + index (S11)."""
+    params = source.payload.params
+    return RowKnobs(
+        seed=(seed + index) & _UINT64,
+        temperature=params.temperature,
+        top_k=params.top_k,
+        top_p=params.top_p,
+        top=source.payload.topk_sample_logprobs,
+    )
+
+
+def arrange(live: Items[Sequence]) -> tuple[list[Sequence], list[tuple[int, int]]]:
+    """Give every sequence a slot so that those of one adapter are neighbours, moving as few as can be.
+
+    Sets `slot`; returns the sequences in their new order, and (old, new) slots of those that had one and must move.
+    """
+    groups: dict[str, list[Sequence]] = {}
+    for sequence in sorted(live, key=lambda s: (s.slot < 0, s.slot, s.order)):
+        groups.setdefault(sequence.job.adapter_key, []).append(sequence)
+    order: list[Sequence] = []
+    for group in groups.values():
+        order += _fill(range(len(order), len(order) + len(group)), group)
+    moves = [(s.slot, place) for place, s in enumerate(order) if s.slot not in (-1, place)]
+    for place, sequence in enumerate(order):
+        sequence.slot = place
+    return order, moves
+
+
+def _fill(places: range, group: list[Sequence]) -> list[Sequence]:
+    """The group in the order of `places`: who is in one of them stays, the others take what is free."""
+    staying = {s.slot: s for s in group if s.slot in places}
+    others = iter([s for s in group if s.slot not in places])
+    return [staying[place] if place in staying else next(others) for place in places]

@@ -1,0 +1,87 @@
+"""Folders that appear whole or not at all (C7): written beside the target, flushed, renamed."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+
+from openrl.checkpoints import manifest
+from openrl.checkpoints.layout import SNAPSHOTS, TEMPORARY
+from openrl.store.records import Checkpoint
+
+if sys.platform == "darwin":
+    import fcntl
+
+
+class CheckpointFolders:
+    """The folder of all checkpoints. Paths given and returned are relative to `root`."""
+
+    def __init__(self, root: Path) -> None:
+        self.root = root
+        root.mkdir(parents=True, exist_ok=True)
+
+    def stage(self, folder: Path) -> Path:
+        """An empty temporary folder beside the future `folder`; the absolute path, for a worker to write into."""
+        target = self.root / folder
+        staged = target.with_name(TEMPORARY + target.name)
+        shutil.rmtree(staged, ignore_errors=True)
+        staged.mkdir(parents=True)
+        return staged
+
+    def commit(self, staged: Path, checkpoint: Checkpoint) -> Checkpoint:
+        """Write the manifest, flush everything and rename to `checkpoint.folder`; returns it with its true size."""
+        files = manifest.digest_files(staged)
+        complete = replace(checkpoint, size_bytes=sum(digest.size for digest in files.values()))
+        (staged / manifest.FILE).write_text(manifest.to_json(complete, files))
+        self.commit_plain(staged, Path(checkpoint.folder))
+        return complete
+
+    def commit_plain(self, staged: Path, folder: Path) -> None:
+        """As `commit` for a folder without manifest (a snapshot)."""
+        for path in staged.iterdir():
+            _flush(path)
+        _flush(staged)
+        staged.rename(self.root / folder)
+        _flush((self.root / folder).parent)
+
+    def absolute(self, folder: str) -> Path:
+        return self.root / folder
+
+    def remove(self, folder: str) -> None:
+        """Remove a folder: renamed first, so that a crash half-way leaves a leftover rather than a torn checkpoint."""
+        target = self.root / folder
+        doomed = target.with_name(TEMPORARY + target.name)
+        if target.exists():
+            target.rename(doomed)
+            shutil.rmtree(doomed)
+
+    def remove_leftovers(self) -> None:
+        """Remove what an interrupted save or removal left behind."""
+        for leftover in self.root.glob(f"*/*/{TEMPORARY}*"):
+            shutil.rmtree(leftover)
+
+    def scan(self) -> Iterator[Checkpoint]:
+        """All whole checkpoints on disk, as their manifests describe them."""
+        for path in self.root.glob(f"*/*/*/{manifest.FILE}"):
+            yield manifest.read(path.parent)
+
+    def snapshots(self, run: str) -> Iterator[str]:
+        """Snapshot folders of a run."""
+        for path in (self.root / run / SNAPSHOTS).glob("*"):
+            if not path.name.startswith(TEMPORARY):
+                yield str(path.relative_to(self.root))
+
+
+def _flush(path: Path) -> None:
+    """Force a file's or folder's content to the disk itself."""
+    descriptor = os.open(path, os.O_RDONLY)
+    try:
+        os.fsync(descriptor)
+        if sys.platform == "darwin":  # there fsync stops at the drive's own cache
+            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,50 @@
+"""Content checks at the door, against what is known of the model, so that bad input hears at once."""
+
+from __future__ import annotations
+
+import asyncio
+
+from openrl.checkpoints.layout import parse
+from openrl.daemon.execute import check_spec
+from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveSampler, SaveState, Train, Work
+from openrl.errors import OpenRLError
+from openrl.types import LoraSpec, ModelInfo
+from openrl.validation import check_adam, check_checkpoint_name, check_optimizer, check_train, check_ttl
+
+_MANY_TOKENS = 20_000  # above this a check takes milliseconds and leaves the event loop
+
+
+def check_new_run(new: NewRun, spec: LoraSpec, info: ModelInfo | None) -> OpenRLError | None:
+    """Why a run cannot be made, if so. Without `info` (a model seen for the first time) the rank is checked later."""
+    try:
+        check_optimizer(new.optimizer)
+        if info is not None:
+            check_spec(spec, info)
+    except OpenRLError as error:
+        return error
+    return None
+
+
+async def check_work(work: Work, info: ModelInfo | None) -> None:
+    """Raise BadRequest for content that can never work."""
+    match work:
+        case Train(payload):
+            if info is None:
+                return
+            if sum(len(datum.tokens) for datum in payload.data) > _MANY_TOKENS:
+                await asyncio.to_thread(check_train, payload, info)
+            else:
+                check_train(payload, info)
+        case OptimStep(adam):
+            check_adam(adam)
+        case SaveState(name=name, ttl_seconds=ttl):
+            check_checkpoint_name(name)
+            check_ttl(ttl)
+        case SaveSampler(name=name, ttl_seconds=ttl):
+            if name is not None:
+                check_checkpoint_name(name)
+            check_ttl(ttl)
+        case LoadState(path=path):
+            parse(path)
+        case _:
+            pass

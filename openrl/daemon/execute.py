@@ -1,0 +1,200 @@
+"""Carrying out one batch: bring its runs onto the device, run the operation, commit what came of it."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from dataclasses import dataclass
+
+from openrl.backends.base import TrainItem
+from openrl.daemon.codec import Codec, Result
+from openrl.daemon.futures import Effect, Futures
+from openrl.daemon.recovery import Recovery
+from openrl.daemon.runs import MUTATING, Entry, RunHandle
+from openrl.daemon.saving import Saving
+from openrl.daemon.work import LoadState, OptimStep, SaveSampler, SaveState, Train
+from openrl.errors import OpenRLError, WorkerDied
+from openrl.store import runs
+from openrl.store.records import RunState
+from openrl.types import LoraSpec, ModelInfo, Op, OptimOutput, TrainOutput
+from openrl.validation import check_lora
+from openrl.workers import messages
+from openrl.workers.protocol import Worker
+
+_BIG_RESULT = 4096  # logprobs in a result above which it is encoded off the event loop
+
+Member = tuple[RunHandle, Entry]
+
+
+@dataclass(frozen=True, slots=True)
+class Outcome:
+    """What an operation gave: something to encode, and what else is committed with it."""
+
+    output: Result
+    effect: Effect | None = None
+    state: RunState | None = None  # the run's state from now on
+    stale: str | None = None  # a checkpoint folder that nothing names any more once this is committed
+
+
+class Executor:
+    """Runs batches; owns nothing, so that every step's state is either in the store or in the handles."""
+
+    def __init__(self, codec: Codec, futures: Futures, recovery: Recovery, saving: Saving) -> None:
+        self._codec = codec
+        self._futures = futures
+        self._recovery = recovery
+        self._saving = saving
+
+    async def run(self, members: list[Member], worker: Worker, info: ModelInfo) -> None:
+        """Carry out a batch. Raises only `WorkerDied`: the members that had not ended then are still queued."""
+        present: list[Member] = []
+        for handle, entry in members:
+            entry.started_at = time.time()
+            try:
+                if entry.work is None:
+                    check_spec(handle.run.spec, info)
+                await self._recovery.bring(handle, worker)
+                present.append((handle, entry))
+            except WorkerDied:
+                raise
+            except OpenRLError as error:
+                await self._not_there(handle, entry, error)
+        if present and isinstance(present[0][1].work, Train):
+            await self._train(present, worker)
+        elif present:
+            await self._single(*present[0], worker)
+
+    async def _train(self, members: list[Member], worker: Worker) -> None:
+        items: list[TrainItem] = []
+        for handle, entry in members:
+            assert isinstance(entry.work, Train)
+            items.append(TrainItem(entry.id, handle.id, entry.work.payload, entry.work.backward))
+        try:
+            results = await worker.call(messages.TrainPass(tuple(items)))
+        except WorkerDied:
+            raise
+        except OpenRLError as error:
+            if len(members) == 1:
+                await self.fail(*members[0], error)
+                return
+            for member in members:  # someone's data broke the pass; alone, each fails or works for itself
+                await self._train([member], worker)
+            return
+        assert isinstance(results, dict)
+        for handle, entry in members:
+            result = results[entry.id]
+            if isinstance(result, OpenRLError):
+                await self.fail(handle, entry, result)
+            else:
+                await self._finish(handle, entry, Outcome(result))
+
+    async def _single(self, handle: RunHandle, entry: Entry, worker: Worker) -> None:
+        try:
+            outcome = await self._apply(handle, entry, worker)
+        except WorkerDied:
+            raise
+        except OpenRLError as error:
+            # A step on a non-finite gradient fails, but clears the gradient (O8): a replay has to do the same.
+            await self.fail(handle, entry, error, keep_payload=entry.op is Op.OPTIM_STEP)
+            return
+        await self._finish(handle, entry, outcome)
+
+    async def _apply(self, handle: RunHandle, entry: Entry, worker: Worker) -> Outcome:
+        match entry.work:
+            case None:  # `bring` made the adapter
+                return Outcome({"model_id": handle.id, "type": "create_model"}, state=RunState.LIVE)
+            case OptimStep(adam):
+                output = await worker.call(messages.OptimStep(handle.id, adam))
+                assert isinstance(output, OptimOutput)
+                return Outcome(output)
+            case SaveState() as save:
+                saved = await self._saving.training(handle, worker, save)
+                return Outcome({**saved.answer, "type": "save_weights"}, saved.effect, stale=saved.stale)
+            case SaveSampler() as save:
+                saved = await self._saving.sampler(handle, worker, save)
+                return Outcome({**saved.answer, "type": "save_weights_for_sampler"}, saved.effect)
+            case LoadState() as load:
+                source = await self._saving.loadable(handle, load)
+                await worker.call(messages.Load(handle.id, source, optimizer=load.optimizer))
+                return Outcome({"path": load.path, "model_id": handle.id, "type": "load_weights"}, state=RunState.LIVE)
+            case _:  # Unload
+                await worker.call(messages.DropRun(handle.id))
+                handle.worker = None
+                return Outcome({"model_id": handle.id, "type": "unload_model"}, state=RunState.CLOSED)
+
+    async def _finish(self, handle: RunHandle, entry: Entry, outcome: Outcome) -> None:
+        if isinstance(outcome.output, TrainOutput) and sum(x.size for x in outcome.output.logprobs) > _BIG_RESULT:
+            content_type, body = await asyncio.to_thread(self._codec.encode_result, entry.op, outcome.output)
+        else:
+            content_type, body = self._codec.encode_result(entry.op, outcome.output)
+        await self._futures.finish(
+            entry.id,
+            content_type,
+            body,
+            started_at=entry.started_at,
+            keep_payload=entry.op in MUTATING,
+            effect=_with_cursor(handle, outcome.effect, outcome.state),
+        )
+        handle.queue.advance()
+        if outcome.state is not None:
+            handle.set_state(outcome.state)
+        if outcome.stale is not None:
+            await asyncio.to_thread(self._saving.remove_stale, outcome.stale)
+
+    async def fail(self, handle: RunHandle, entry: Entry, error: OpenRLError, *, keep_payload: bool = False) -> None:
+        """End the run's head with an error; the run itself goes on (O9)."""
+        creating = entry.seq == 0
+        state = RunState.BROKEN if creating else None
+        effect = _with_cursor(handle, None, state, str(error))
+        await self._futures.fail(entry.id, error, keep_payload=keep_payload, effect=effect)
+        handle.queue.advance()
+        if state is not None:
+            handle.set_state(state, str(error))
+
+    async def _not_there(self, handle: RunHandle, entry: Entry, error: OpenRLError) -> None:
+        """A run that could not be made, or whose state cannot be brought back."""
+        if entry.seq == 0:
+            await self.fail(handle, entry, error)
+        else:
+            await self.break_run(handle, f"the run's state could not be restored: {error}")
+
+    async def break_run(self, handle: RunHandle, reason: str) -> None:
+        """End a run that cannot go on; its checkpoints stay."""
+        error = OpenRLError(reason, "Create a training client from its newest checkpoint.")
+        waiting = handle.queue.waiting()
+        handle.queue.clear()
+        handle.set_state(RunState.BROKEN, reason)
+        next_seq = handle.queue.next_seq
+
+        def effect(db: sqlite3.Connection) -> None:
+            runs.set_state(db, handle.id, RunState.BROKEN, reason)
+            runs.set_cursor(db, handle.id, next_seq, time.time())
+
+        for entry in waiting:
+            await self._futures.fail(entry.id, error, effect=effect)
+
+
+def check_spec(spec: LoraSpec, info: ModelInfo) -> None:
+    """Raise BadRequest if the model cannot carry such an adapter (A5, A6)."""
+    check_lora(
+        spec.rank,
+        info,
+        train_attn=spec.train_attn,
+        train_mlp=spec.train_mlp,
+        train_unembed=spec.train_unembed,
+    )
+
+
+def _with_cursor(handle: RunHandle, effect: Effect | None, state: RunState | None, reason: str = "") -> Effect:
+    """Commit the cursor with the request that moved it, so that a restart knows what has ended."""
+    next_seq, now = handle.queue.after_head(), time.time()
+
+    def write(db: sqlite3.Connection) -> None:
+        runs.set_cursor(db, handle.id, next_seq, now)
+        if state is not None:
+            runs.set_state(db, handle.id, state, reason)
+        if effect is not None:
+            effect(db)
+
+    return write

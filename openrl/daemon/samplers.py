@@ -1,0 +1,135 @@
+"""Samplers: what each points at, and the samples under way. They need no order: a sampler's weights never change."""
+
+from __future__ import annotations
+
+import logging
+import time
+from pathlib import Path
+
+from openrl.backends.base import SampleJob
+from openrl.daemon.codec import Codec
+from openrl.daemon.futures import Futures, request_id
+from openrl.daemon.models import ModelPool
+from openrl.daemon.tasks import Tasks
+from openrl.daemon.work import Raw
+from openrl.errors import BackendFault, Busy, NotFound, NotReady, OpenRLError, WorkerDied
+from openrl.store import samplers
+from openrl.store.db import Database
+from openrl.store.records import Sampler
+from openrl.types import AdapterRef, Op, RequestId, SampleOutput, SamplePayload, SamplerId, SessionId
+from openrl.validation import check_sample
+
+log = logging.getLogger(__name__)
+
+_MAX_TRIES = 3  # times a sample is drawn again because its worker died
+
+
+def sampler_id(session: SessionId, seq: int) -> SamplerId:
+    """The id of a session's sampler number `seq`; by convention of the wire."""
+    return SamplerId(f"{session}:sample:{seq}")
+
+
+class Samplers:
+    """All samplers by id."""
+
+    def __init__(self, db: Database) -> None:
+        self._db = db
+        self._samplers: dict[SamplerId, Sampler] = {}
+
+    def add(self, sampler: Sampler) -> None:
+        self._samplers[sampler.id] = sampler
+
+    async def create(self, sampler: Sampler) -> SamplerId:
+        """Commit a sampler; a retry gets the same id."""
+        if await self._db.run(lambda db: samplers.insert(db, sampler)):
+            self.add(sampler)
+        return sampler.id
+
+    def get(self, sampler: SamplerId) -> Sampler:
+        """Raises NotFound."""
+        found = self._samplers.get(sampler)
+        if found is None:
+            raise NotFound(f"sampling session {sampler!r} does not exist on this server.")
+        return found
+
+    def __contains__(self, sampler: SamplerId) -> bool:
+        return sampler in self._samplers
+
+    def uses(self, folder: str) -> bool:
+        """Whether some sampler draws from a checkpoint folder."""
+        return any(sampler.folder == folder for sampler in self._samplers.values())
+
+
+class Sampling:
+    """The samples under way: straight to the worker, which batches continuously."""
+
+    def __init__(
+        self, held: Samplers, pool: ModelPool, futures: Futures, codec: Codec, checkpoints: Path, max_inflight: int
+    ) -> None:
+        self._samplers = held
+        self._pool = pool
+        self._futures = futures
+        self._codec = codec
+        self._checkpoints = checkpoints
+        self._max_inflight = max_inflight
+        self._tasks = Tasks()
+
+    @property
+    def inflight(self) -> int:
+        return len(self._tasks)
+
+    async def submit(self, sampler: Sampler, seq: int, payload: SamplePayload, raw: Raw) -> RequestId:
+        """Accept a sample; raises BadRequest, Busy (429: the SDK slows down) or NotReady."""
+        model = self._pool.find(sampler.base_model)
+        if model.failed is not None:
+            raise model.failed
+        if model.info is None:
+            raise NotReady(f"model {model.name} is still being prepared ({model.detail}).")
+        check_sample(payload, model.info)
+        identity = request_id(sampler.id, seq)
+        if self.inflight >= self._max_inflight:
+            raise Busy(f"{self.inflight} samples are under way.", "Try again in a second.")
+        if await self._futures.accept(sampler.id, seq, Op.SAMPLE, raw):
+            self.start(sampler, identity, payload)
+        return identity
+
+    def start(self, sampler: Sampler, request: RequestId, payload: SamplePayload) -> None:
+        """Draw an accepted sample in the background, also one from before a restart."""
+        self._tasks.start(self._draw(sampler, request, payload), lambda error: self._fault(request, error))
+
+    async def stop(self) -> None:
+        """Drop what is under way; it is in the store and starts again with the next daemon."""
+        await self._tasks.cancel()
+
+    async def _draw(self, sampler: Sampler, request: RequestId, payload: SamplePayload) -> None:
+        adapter = None
+        if sampler.folder is not None:
+            adapter = AdapterRef(key=sampler.folder, folder=self._checkpoints / sampler.folder)
+        started_at = time.time()
+        try:
+            output = await self._try(sampler, SampleJob(request, payload, adapter))
+        except OpenRLError as error:
+            await self._futures.fail(request, error)
+            return
+        content_type, body = self._codec.encode_result(Op.SAMPLE, output)
+        await self._futures.finish(request, content_type, body, started_at=started_at)
+
+    async def _try(self, sampler: Sampler, job: SampleJob) -> SampleOutput:
+        tries = 0
+        while True:
+            try:
+                model = self._pool.find(sampler.base_model)
+                worker = await model.ready_worker()
+                output = await worker.sample(job)
+                model.crashes = 0
+                return output
+            except WorkerDied:
+                tries += 1
+                if tries >= _MAX_TRIES:
+                    raise
+                log.warning("sample %s is drawn again: its worker died", job.request)
+
+    def _fault(self, request: RequestId, error: BaseException) -> None:
+        """A bug of ours: whoever waits for the sample hears so."""
+        fault = BackendFault(f"internal error: {type(error).__name__}: {error}", "The server's log has the traceback.")
+        self._tasks.start(self._futures.fail(request, fault))

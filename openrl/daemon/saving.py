@@ -1,0 +1,152 @@
+"""Saves and loads of a run: names, folders, and the rows that make them visible."""
+
+from __future__ import annotations
+
+import asyncio
+import sqlite3
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+from openrl.checkpoints.commit import CheckpointFolders
+from openrl.checkpoints.layout import Address, new_folder
+from openrl.daemon.futures import Effect
+from openrl.daemon.models import ModelPool
+from openrl.daemon.recovery import find_checkpoint
+from openrl.daemon.runs import RunHandle
+from openrl.daemon.samplers import Samplers, sampler_id
+from openrl.daemon.work import LoadState, SaveSampler, SaveState
+from openrl.errors import BadRequest, Conflict
+from openrl.store import checkpoints, samplers
+from openrl.store.db import Database
+from openrl.store.records import Checkpoint, Sampler
+from openrl.types import CheckpointKind
+from openrl.workers import messages
+from openrl.workers.protocol import Worker
+
+
+@dataclass(frozen=True, slots=True)
+class Saved:
+    """A written checkpoint: the answer, the rows to commit with it, and the folder that it replaces, if any."""
+
+    answer: dict[str, str]
+    effect: Effect
+    stale: str | None = None
+
+
+class Saving:
+    """Writes checkpoints whole: the folder first, then the row, then the result (C7)."""
+
+    def __init__(self, db: Database, folders: CheckpointFolders, held: Samplers, pool: ModelPool) -> None:
+        self._db = db
+        self._folders = folders
+        self._samplers = held
+        self._pool = pool
+
+    async def training(self, handle: RunHandle, worker: Worker, save: SaveState) -> Saved:
+        """`save_weights`. Raises Conflict (C1)."""
+        address = Address(handle.id, CheckpointKind.TRAINING, save.name)
+        old = await self._taken(address, overwrite=save.overwrite)
+        saved = await self._write(handle, worker, address, save.ttl_seconds, save.user_metadata or {}, optimizer=True)
+        return Saved({"path": saved.path}, _put(saved), stale=old.folder if old is not None else None)
+
+    async def sampler(self, handle: RunHandle, worker: Worker, save: SaveSampler) -> Saved:
+        """`save_weights_for_sampler`, named or ephemeral. Raises Conflict (C1)."""
+        if save.name is not None:
+            address = Address(handle.id, CheckpointKind.SAMPLER, save.name)
+            await self._taken(address, overwrite=False)
+            saved = await self._write(handle, worker, address, save.ttl_seconds, save.user_metadata or {})
+            return Saved({"path": saved.path}, _put(saved))
+        return await self._ephemeral(handle, worker, save)
+
+    async def _ephemeral(self, handle: RunHandle, worker: Worker, save: SaveSampler) -> Saved:
+        """A snapshot that goes straight into a sampling session (6.7)."""
+        assert save.sampler_seq is not None
+        identity = sampler_id(handle.run.session_id, save.sampler_seq)
+        if identity in self._samplers:
+            raise BadRequest(f"sampling_session_seq_id {save.sampler_seq} is in use in this session.")
+        address = Address(handle.id, CheckpointKind.SAMPLER, f"ephemeral-{save.sampler_seq}")
+        saved = await self._write(handle, worker, address, save.ttl_seconds, {}, ephemeral=True)
+        sampler = Sampler(
+            id=identity,
+            session_id=handle.run.session_id,
+            base_model=handle.run.base_model,
+            model_path=saved.path,
+            folder=saved.folder,
+            created_at=saved.created_at,
+        )
+        self._samplers.add(sampler)
+
+        def effect(db: sqlite3.Connection) -> None:
+            checkpoints.put(db, saved)
+            samplers.insert(db, sampler)
+
+        return Saved({"sampling_session_id": identity}, effect)
+
+    def remove_stale(self, folder: str) -> None:
+        """Remove a replaced folder, unless a sampler still draws from it: its weights must not change (S15)."""
+        if not self._samplers.uses(folder):
+            self._folders.remove(folder)
+
+    async def loadable(self, handle: RunHandle, load: LoadState) -> Path:
+        """The folder to load from; raises NotFound, or BadRequest when it does not fit the run (C3)."""
+        checkpoint = await find_checkpoint(self._db, load.path)
+        check_loadable(checkpoint, load)
+        if self._pool.find(checkpoint.base_model) is not self._pool.find(handle.run.base_model):
+            raise BadRequest(
+                f"checkpoint {load.path} was trained on {checkpoint.base_model!r}, this run on "
+                f"{handle.run.base_model!r}.",
+                "Load it into a run of the same base model.",
+            )
+        return self._folders.absolute(checkpoint.folder)
+
+    async def _taken(self, address: Address, *, overwrite: bool) -> Checkpoint | None:
+        old = await self._db.run(lambda db: checkpoints.get(db, str(address)))
+        if old is not None and not overwrite:
+            raise Conflict(f"checkpoint {address} exists.", "Choose another name, or save with overwrite=True.")
+        return old
+
+    async def _write(
+        self,
+        handle: RunHandle,
+        worker: Worker,
+        address: Address,
+        ttl: int | None,
+        metadata: Mapping[str, str],
+        *,
+        optimizer: bool = False,
+        ephemeral: bool = False,
+    ) -> Checkpoint:
+        now = time.time()
+        folder = new_folder(address)
+        checkpoint = Checkpoint(
+            path=str(address),
+            run_id=handle.id,
+            kind=address.kind,
+            name=address.name,
+            folder=str(folder),
+            base_model=handle.run.base_model,
+            spec=handle.run.spec,
+            size_bytes=0,
+            created_at=now,
+            expires_at=None if ttl is None else now + ttl,
+            user_metadata=dict(metadata),
+            ephemeral=ephemeral,
+        )
+        staged = await asyncio.to_thread(self._folders.stage, folder)
+        await worker.call(messages.Save(handle.id, staged, optimizer=optimizer, gradients=False))
+        return await asyncio.to_thread(self._folders.commit, staged, checkpoint)
+
+
+def _put(saved: Checkpoint) -> Effect:
+    return lambda db: checkpoints.put(db, saved)
+
+
+def check_loadable(checkpoint: Checkpoint, load: LoadState) -> None:
+    """Raise BadRequest if a checkpoint lacks what is asked of it (C3)."""
+    if load.optimizer and checkpoint.kind is not CheckpointKind.TRAINING:
+        raise BadRequest(
+            f"{load.path} is a sampler checkpoint and has no optimizer state.",
+            "Load a checkpoint made by save_state, or load without the optimizer.",
+        )

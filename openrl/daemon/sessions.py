@@ -1,0 +1,90 @@
+"""Sessions: opened, kept alive by heartbeats, finished by the client, or expired until the next sign of life."""
+
+from __future__ import annotations
+
+import secrets
+import time
+from dataclasses import replace
+
+from openrl.daemon.work import NewSession
+from openrl.errors import Gone, NotFound
+from openrl.store import sessions
+from openrl.store.db import Database
+from openrl.store.records import Session, SessionState
+from openrl.types import SessionId
+
+
+class Sessions:
+    """All sessions by id."""
+
+    def __init__(self, db: Database, timeout: float) -> None:
+        self._db = db
+        self._timeout = timeout
+        self._sessions: dict[SessionId, Session] = {}
+
+    def restore(self, found: list[Session]) -> None:
+        """Take the sessions from the store; a restart is no silence of theirs."""
+        now = time.time()
+        for session in found:
+            self._sessions[session.id] = replace(session, last_seen=now)
+
+    async def create(self, new: NewSession, idempotency_key: str | None) -> SessionId:
+        now = time.time()
+        session = Session(
+            id=SessionId(secrets.token_hex(8)),
+            state=SessionState.ACTIVE,
+            created_at=now,
+            last_seen=now,
+            sdk_version=new.sdk_version,
+            tags=new.tags,
+            user_metadata=new.user_metadata or {},
+            project_id=new.project_id,
+            display_name=new.display_name,
+        )
+        identity = await self._db.run(lambda db: sessions.insert(db, session, idempotency_key))
+        self._sessions.setdefault(identity, session)
+        return identity
+
+    def active(self, session: SessionId) -> Session:
+        """A session that may start new work. Raises NotFound, also once it is finished (2.6)."""
+        found = self._sessions.get(session)
+        if found is None:
+            raise NotFound(f"session {session!r} does not exist on this server.")
+        if found.state is SessionState.FINISHED:
+            raise NotFound(f"session {session!r} is finished.", "Open a new ServiceClient.")
+        self._seen(found)
+        return found
+
+    async def heartbeat(self, session: SessionId) -> None:
+        """Raises NotFound; Gone once the session is finished, which ends the client's loop quietly."""
+        found = self._sessions.get(session)
+        if found is None:
+            raise NotFound(f"session {session!r} does not exist on this server.")
+        if found.state is SessionState.FINISHED:
+            raise Gone(f"session {session!r} is finished.")
+        seen = self._seen(found)
+        await self._db.run(lambda db: sessions.touch(db, session, seen.state, seen.last_seen))
+
+    async def finish(self, session: SessionId, reason: str, detail: str | None) -> None:
+        """Idempotent; the first reason wins."""
+        found = self._sessions.get(session)
+        if found is None:
+            raise NotFound(f"session {session!r} does not exist on this server.")
+        await self._db.run(lambda db: sessions.finish(db, session, reason, detail))
+        self._sessions[session] = replace(found, state=SessionState.FINISHED)
+
+    def is_finished(self, session: SessionId) -> bool:
+        return self._sessions[session].state is SessionState.FINISHED
+
+    def silent(self) -> list[SessionId]:
+        """Mark sessions that have been silent too long as expired; returns those that were active until now."""
+        limit = time.time() - self._timeout
+        expired = [s for s in self._sessions.values() if s.state is SessionState.ACTIVE and s.last_seen < limit]
+        for session in expired:
+            self._sessions[session.id] = replace(session, state=SessionState.EXPIRED)
+        return [session.id for session in expired]
+
+    def _seen(self, session: Session) -> Session:
+        alive = replace(session, state=SessionState.ACTIVE, last_seen=time.time())
+        self._sessions[session.id] = alive
+        return alive

@@ -1,0 +1,87 @@
+"""The HTTP app: the list of routes, and what each request passes on the way to them."""
+
+from __future__ import annotations
+
+from collections.abc import Awaitable, Callable
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.middleware import Middleware
+from starlette.requests import Request
+from starlette.responses import Response
+from starlette.routing import Route
+
+from openrl.daemon.daemon import Daemon
+from openrl.errors import OpenRLError
+from openrl.server.errors import on_http_exception, on_openrl_error
+from openrl.server.middleware import AccessLog, ApiKey, BodyLimit, HostCheck
+from openrl.server.routes import checkpoints, futures, runs, sampling, service, sessions, training
+from openrl.settings import ServerSettings
+
+Endpoint = Callable[[Request], Awaitable[Response]]
+
+BASE = "/api/v1"
+OPEN_PATHS = frozenset({"/", f"{BASE}/healthz"})  # no key needed
+
+
+def create_app(daemon: Daemon, settings: ServerSettings, api_key: str) -> Starlette:
+    """The ASGI app over a daemon that someone else starts and stops."""
+    app = Starlette(
+        routes=routes(),
+        middleware=[
+            Middleware(AccessLog),
+            Middleware(HostCheck, bound_to=settings.host),
+            Middleware(ApiKey, key="" if settings.auth == "off" else api_key, open_paths=OPEN_PATHS),
+            Middleware(BodyLimit, limit=settings.max_body_bytes),
+        ],
+        exception_handlers={OpenRLError: on_openrl_error, HTTPException: on_http_exception},
+    )
+    # A redirect would be followed, and the target's body taken for the result (T48).
+    app.router.redirect_slashes = False
+    app.state.daemon = daemon
+    app.state.settings = settings
+    return app
+
+
+def routes() -> list[Route]:
+    return [
+        Route("/", service.root),
+        # the server itself
+        _get("/healthz", service.healthz),
+        _get("/status", service.status),
+        _post("/client/config", service.client_config),
+        _post("/client/dynamic_config", service.dynamic_config),
+        _get("/get_server_capabilities", service.get_server_capabilities),
+        _post("/telemetry", service.telemetry),
+        # sessions
+        _post("/create_session", sessions.create_session),
+        _post("/session_heartbeat", sessions.session_heartbeat),
+        _post("/sessions/{session}/finish", sessions.finish_session),
+        # runs
+        _post("/create_model", runs.create_model),
+        _post("/get_info", runs.get_info),
+        _post("/unload_model", runs.unload_model),
+        _get("/training_runs/{run}", runs.training_run),
+        # training, in order of seq_id
+        _post("/forward", training.forward),
+        _post("/forward_backward", training.forward_backward),
+        _post("/optim_step", training.optim_step),
+        _post("/save_weights", training.save_weights),
+        _post("/save_weights_for_sampler", training.save_weights_for_sampler),
+        _post("/load_weights", training.load_weights),
+        # sampling
+        _post("/create_sampling_session", sampling.create_sampling_session),
+        _get("/samplers/{sampler}", sampling.get_sampler),
+        _post("/asample", sampling.asample),
+        # results and checkpoints
+        _post("/retrieve_future", futures.retrieve_future),
+        _post("/weights_info", checkpoints.weights_info),
+    ]
+
+
+def _get(path: str, endpoint: Endpoint) -> Route:
+    return Route(BASE + path, endpoint, methods=["GET"])
+
+
+def _post(path: str, endpoint: Endpoint) -> Route:
+    return Route(BASE + path, endpoint, methods=["POST"])

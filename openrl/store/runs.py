@@ -1,0 +1,96 @@
+"""Runs in the store, with what recovery needs: the cursor and the newest snapshot."""
+
+from __future__ import annotations
+
+import json
+import sqlite3
+from dataclasses import asdict, dataclass
+
+from openrl.store.records import Run, RunState
+from openrl.types import LoraSpec, RunId, SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class StoredRun:
+    """A run's row: `next_seq` is the first request that has not ended; the snapshot holds the state after
+    `snapshot_seq` (0 and None: the freshly created adapter)."""
+
+    run: Run
+    next_seq: int
+    snapshot_folder: str | None
+    snapshot_seq: int
+
+
+def insert(db: sqlite3.Connection, run: Run) -> bool:
+    """Insert a run; False if it was there."""
+    cursor = db.execute(
+        "INSERT INTO runs (id, session_id, base_model, spec, state, user_metadata, created_at, last_request_at, reason,"
+        " next_seq, snapshot_folder, snapshot_seq) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, 0)"
+        " ON CONFLICT (id) DO NOTHING",
+        (
+            run.id,
+            run.session_id,
+            run.base_model,
+            encode_spec(run.spec),
+            run.state,
+            json.dumps(dict(run.user_metadata)),
+            run.created_at,
+            run.last_request_at,
+            run.reason,
+        ),
+    )
+    return cursor.rowcount == 1
+
+
+def set_state(db: sqlite3.Connection, run: RunId, state: RunState, reason: str = "") -> None:
+    db.execute("UPDATE runs SET state = ?, reason = ? WHERE id = ?", (state, reason, run))
+
+
+def set_spec(db: sqlite3.Connection, run: RunId, spec: LoraSpec) -> None:
+    db.execute("UPDATE runs SET spec = ? WHERE id = ?", (encode_spec(spec), run))
+
+
+def set_cursor(db: sqlite3.Connection, run: RunId, next_seq: int, now: float) -> None:
+    db.execute("UPDATE runs SET next_seq = ?, last_request_at = ? WHERE id = ?", (next_seq, now, run))
+
+
+def set_snapshot(db: sqlite3.Connection, run: RunId, folder: str, seq: int) -> None:
+    """Point at a new snapshot and let go of the payloads that it covers."""
+    db.execute("UPDATE runs SET snapshot_folder = ?, snapshot_seq = ? WHERE id = ?", (folder, seq, run))
+    db.execute(
+        "UPDATE requests SET payload = x'' WHERE scope = ? AND seq <= ? AND state != 'queued' AND payload != x''",
+        (run, seq),
+    )
+
+
+def close(db: sqlite3.Connection, run: RunId) -> None:
+    """A run that is done: nothing of it will be replayed."""
+    db.execute("UPDATE runs SET state = ?, snapshot_folder = NULL WHERE id = ?", (RunState.CLOSED, run))
+    db.execute("UPDATE requests SET payload = x'' WHERE scope = ? AND state != 'queued' AND payload != x''", (run,))
+
+
+def all_runs(db: sqlite3.Connection) -> list[StoredRun]:
+    return [_stored(row) for row in db.execute("SELECT * FROM runs ORDER BY created_at")]
+
+
+def encode_spec(spec: LoraSpec) -> str:
+    return json.dumps(asdict(spec))
+
+
+def decode_spec(text: str) -> LoraSpec:
+    return LoraSpec(**json.loads(text))
+
+
+def _stored(row: sqlite3.Row) -> StoredRun:
+    run = Run(
+        id=RunId(row["id"]),
+        session_id=SessionId(row["session_id"]),
+        base_model=row["base_model"],
+        spec=decode_spec(row["spec"]),
+        state=RunState(row["state"]),
+        user_metadata=json.loads(row["user_metadata"]),
+        created_at=row["created_at"],
+        last_request_at=row["last_request_at"],
+        reason=row["reason"],
+    )
+    return StoredRun(run, row["next_seq"], row["snapshot_folder"], row["snapshot_seq"])

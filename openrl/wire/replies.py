@@ -1,0 +1,131 @@
+"""JSON answers as they are on the wire: what the SDK's response models ask for, made from the project's own types.
+
+A field whose type is not nullable is left out rather than null, since the SDK refuses nulls there (T12, T29, T32).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from datetime import UTC, datetime
+from typing import Any
+
+from openrl.codec import encode_json
+from openrl.daemon.work import ModelStatus, Pending
+from openrl.store.records import Checkpoint, Run, RunState, Sampler
+from openrl.types import RequestId
+
+OWNER = "local"  # one user owns all
+
+# Switched on is only what is served (2.2). Values that the SDK has as defaults are stated where they matter to us.
+CLIENT_CONFIG: Mapping[str, Any] = {
+    "pjwt_auth_enabled": False,
+    "credential_default_source": "api_key",
+    "parallel_fwdbwd_chunks": True,
+    "proto_compress_fwdbwd": False,
+    "fwdbwd_max_chunk_len": 1024,
+    "fwdbwd_max_chunk_bytes_count": 5_000_000,
+    "billing_exception_max_pause_duration_sec": 0,
+    "sample_no_retries": False,
+    "sample_enable_stuck_detection": True,
+    # Each waiting sample holds one connection; this stays below the usual limit of 1024 open files.
+    "sample_max_concurrent_requests": 400,
+    "sample_use_retrieve_futures": False,
+    "custom_loss_server_side": False,
+    "sample_join_sampling_session": False,
+    "create_model_via_load_weights": True,
+}
+DYNAMIC_CONFIG: Mapping[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+
+
+def promise(request: RequestId) -> dict[str, Any]:
+    """The answer to every call that takes time (4.1)."""
+    return {"request_id": request}
+
+
+def sample_promise(request: RequestId, num_samples: int) -> dict[str, Any]:
+    """With an id for each sequence, exactly `num_samples` of them (T14)."""
+    return {"request_id": request, "sample_sequence_ids": [f"{request}:{i}" for i in range(num_samples)]}
+
+
+def try_again(request: RequestId, pending: Pending) -> dict[str, Any]:
+    return {
+        "type": "try_again",
+        "request_id": request,
+        "queue_state": pending.state,
+        "queue_state_reason": pending.reason,
+    }
+
+
+def capabilities(models: Iterable[ModelStatus]) -> dict[str, Any]:
+    """2.8; `max_lora_rank`, `alias_of` and `state` are our own and ignored by the SDK."""
+    return {"supported_models": [_capability(model) for model in models]}
+
+
+def _capability(model: ModelStatus) -> dict[str, Any]:
+    usable = model.state != "failed"
+    entry: dict[str, Any] = {"model_name": model.name, "trainable": usable, "sampleable": usable, "state": model.state}
+    if model.alias_of is not None:
+        entry["alias_of"] = model.alias_of
+    if model.info is not None:
+        entry["max_context_length"] = model.info.max_context
+        entry["max_lora_rank"] = model.info.max_lora_rank
+    return entry
+
+
+def run_info(run: Run, model: ModelStatus | None) -> dict[str, Any]:
+    """`get_info` (5.10). `model` is the status of the run's base model, None if it is no longer served."""
+    data: dict[str, Any] = {"model_name": run.base_model}
+    if model is not None:
+        data["tokenizer_id"] = model.tokenizer_id
+        if model.info is not None:
+            data["arch"] = model.info.family
+    return {
+        "type": "get_info",
+        "model_id": run.id,
+        "model_data": data,
+        "model_name": run.base_model,
+        "is_lora": True,
+        "lora_rank": run.spec.rank,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+def training_run(run: Run) -> dict[str, Any]:
+    """8.2. Metadata goes in as any JSON but comes back as strings (T24)."""
+    return {
+        "training_run_id": run.id,
+        "base_model": run.base_model,
+        "model_owner": OWNER,
+        "is_lora": True,
+        "lora_rank": run.spec.rank,
+        "corrupted": run.state is RunState.BROKEN,
+        "last_request_time": timestamp(run.last_request_at),
+        "user_metadata": {key: _text(value) for key, value in run.user_metadata.items()},
+    }
+
+
+def sampler(record: Sampler) -> dict[str, Any]:
+    """8.4."""
+    return {"sampler_id": record.id, "base_model": record.base_model, "model_path": record.model_path}
+
+
+def weights_info(checkpoint: Checkpoint) -> dict[str, Any]:
+    """7.4."""
+    return {
+        "base_model": checkpoint.base_model,
+        "is_lora": True,
+        "lora_rank": checkpoint.spec.rank,
+        "train_attn": checkpoint.spec.train_attn,
+        "train_mlp": checkpoint.spec.train_mlp,
+        "train_unembed": checkpoint.spec.train_unembed,
+        "optimizer_config": {"type": "adamw"},
+    }
+
+
+def timestamp(seconds: float) -> str:
+    """RFC 3339 with an offset, without which the CLI crashes (T31)."""
+    return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
+
+
+def _text(value: Any) -> str:
+    return value if isinstance(value, str) else encode_json(value).decode()

@@ -1,0 +1,104 @@
+"""The worker process's entry, `python -m openrl.workers.main <fd>`: started by `openrl.workers.local` alone."""
+
+from __future__ import annotations
+
+import ctypes
+import logging
+import os
+import queue
+import signal
+import sys
+import threading
+from multiprocessing.connection import Connection
+
+import psutil
+
+from openrl.backends import registry
+from openrl.backends.base import Backend, BackendSpec
+from openrl.errors import BackendFault, OpenRLError
+from openrl.models.prepare import check_memory, prepare
+from openrl.models.progress import Progress as ModelProgress
+from openrl.workers.loop import Loop
+from openrl.workers.messages import FromWorker, Progress, Ready, ToWorker, Unusable, WorkerSpec
+
+log = logging.getLogger(__name__)
+
+
+def main() -> None:
+    """Open the model that the daemon asks for, then serve it until told to stop or the daemon is gone."""
+    _die_with_parent()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the daemon decides when we end
+    # Idle OpenMP threads that spin take the cores from the daemon; must be set before torch is loaded.
+    os.putenv("OMP_WAIT_POLICY", "PASSIVE")
+    logging.basicConfig(level=logging.WARNING, format="%(levelname)s worker %(name)s: %(message)s")
+    connection = Connection(int(sys.argv[1]))
+    spec = connection.recv()
+    try:
+        backend = _open(spec, connection)
+    except OpenRLError as error:
+        connection.send(Unusable(error))
+        return
+    except Exception as error:  # whatever stops the model from opening is told to the user
+        log.exception("opening the model failed")
+        connection.send(
+            Unusable(BackendFault(f"opening {spec.model.source!r} failed: {type(error).__name__}: {error}"))
+        )
+        return
+    inbox: queue.SimpleQueue[ToWorker | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
+    connection.send(Ready(backend.info, backend.report))
+    Loop(backend, inbox, _sender(connection)).run()
+
+
+def _open(spec: WorkerSpec, connection: Connection) -> Backend:
+    def report(progress: ModelProgress) -> None:
+        connection.send(Progress(progress.stage, progress.done, progress.total))
+
+    folder = prepare(spec.model, spec.data_dir, report)
+    check_memory(folder, spec.dtype)
+    connection.send(Progress("loading", 0, None))
+    return registry.opener(spec.backend)(
+        BackendSpec(
+            folder=folder,
+            device="auto",
+            dtype=spec.dtype,
+            threads=spec.threads or psutil.cpu_count(logical=False) or 1,
+            max_batch_tokens=spec.max_batch_tokens,
+            max_sample_rows=spec.max_sample_rows,
+            max_kv_tokens=spec.max_kv_tokens,
+        )
+    )
+
+
+def _read(connection: Connection, inbox: queue.SimpleQueue[ToWorker | None]) -> None:
+    """Keep the pipe empty, so that the daemon never waits for a busy worker to read."""
+    while True:
+        try:
+            inbox.put(connection.recv())
+        except (EOFError, OSError):
+            inbox.put(None)
+            return
+
+
+class _sender:
+    """Sends to the daemon; a daemon that is gone is noticed by the reader."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+
+    def __call__(self, message: FromWorker) -> None:
+        try:
+            self._connection.send(message)
+        except OSError:
+            log.warning("the daemon is gone; a result is dropped")
+
+
+def _die_with_parent() -> None:
+    """Ask Linux to end this process when the daemon ends, however hard, so that a restart finds the memory free."""
+    if sys.platform == "linux":
+        pr_set_pdeathsig = 1
+        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,112 @@
+"""An independent answer to what training must compute: float64, one datum at a time, plain autograd.
+
+It shares no code with the engine: transformers' model with the adapter merged into its weights as differentiable
+tensors, and each loss written as torch expressions whose gradient autograd finds.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from transformers import AutoModelForCausalLM
+
+from openrl.types import Array, Datum, TrainPayload
+
+DEFAULTS: dict[str, dict[str, float]] = {
+    "cross_entropy": {},
+    "importance_sampling": {},
+    "ppo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+    "cispo": {"clip_low_threshold": 0.0, "clip_high_threshold": 4.0},
+    "dro": {"beta": 0.05},
+    "gspo": {"clip_low_threshold": 0.8, "clip_high_threshold": 1.2},
+}
+
+
+def loss(name: str, lp: Tensor, inputs: Mapping[str, Array], config: Mapping[str, Any] | None = None) -> Tensor:
+    """The loss of a datum from its logprobs `lp` (float64), as an expression that autograd can differentiate."""
+    given = {key: torch.from_numpy(np.asarray(value, dtype=np.float64)) for key, value in inputs.items()}
+    settings = {**DEFAULTS[name], **(config or {})}
+    w = given.get("weights", torch.ones_like(lp))
+    if name == "cross_entropy":
+        return -(w * lp).sum()
+    q, a = given["logprobs"], given["advantages"]
+    if name == "dro":
+        return -(w * (lp * a - 0.5 * settings["beta"] * (lp - q) ** 2)).sum()
+    ratio = torch.exp(lp - q)
+    if name == "importance_sampling":
+        return -(w * ratio * a).sum()
+    low = given.get("clip_low_threshold", torch.tensor(settings["clip_low_threshold"], dtype=torch.float64))
+    high = given.get("clip_high_threshold", torch.tensor(settings["clip_high_threshold"], dtype=torch.float64))
+    if name == "cispo":
+        return -(w * ratio.clamp(low, high).detach() * lp * a).sum()
+    if name == "gspo":
+        inside = given["sequence_ratio_mask"] != 0
+        ratio = torch.exp((lp.detach() - q)[inside].mean() + lp - lp.detach())
+    return -(w * torch.minimum(ratio * a, ratio.clamp(low, high) * a)).sum()
+
+
+@dataclass(frozen=True)
+class Answer:
+    """Logprobs of each datum, the summed loss, and dL/dA and dL/dB by `<layer>.lora_A` and `.lora_B`; all float64."""
+
+    logprobs: list[Array]
+    total: float
+    gradients: dict[str, Array]
+
+
+class Reference:
+    """A model folder in float64."""
+
+    def __init__(self, folder: Path) -> None:
+        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self._model.eval().requires_grad_(False)
+
+    def answer(self, payload: TrainPayload, parameters: Mapping[str, Array], rank: int) -> Answer:
+        """What a request must give for an adapter's float32 `parameters`."""
+        leaves = {
+            name: torch.tensor(value, dtype=torch.float64, requires_grad=True) for name, value in parameters.items()
+        }
+        logprobs = [self._logprobs(datum, leaves, rank) for datum in payload.data]
+        terms = [
+            loss(payload.loss_fn, lp, datum.inputs, payload.loss_config)
+            for lp, datum in zip(logprobs, payload.data, strict=True)
+        ]
+        total = torch.stack(terms).sum()
+        grads = torch.autograd.grad(total, list(leaves.values()), allow_unused=True, materialize_grads=True)
+        gradients = {name: grad.numpy() for name, grad in zip(leaves, grads, strict=True)}
+        return Answer([lp.detach().numpy() for lp in logprobs], float(total.detach()), gradients)
+
+    def _logprobs(self, datum: Datum, leaves: Mapping[str, Tensor], rank: int) -> Tensor:
+        layers = [name.removesuffix(".lora_A") for name in leaves if name.endswith(".lora_A")]
+        weights = {f"{layer}.weight": self._merged(layer, leaves, rank) for layer in layers}
+        tokens = torch.from_numpy(datum.tokens.astype(np.int64))[None]
+        # tie_weights=False: an adapted head must not change the embeddings that share its memory (A9).
+        output = torch.func.functional_call(
+            self._model, weights, kwargs={"input_ids": tokens, "use_cache": False}, tie_weights=False
+        )
+        targets = torch.from_numpy(datum.inputs["target_tokens"]).reshape(len(datum.tokens), -1)
+        lp = torch.log_softmax(output.logits[0], dim=-1).gather(1, targets)
+        return lp.reshape(datum.inputs["target_tokens"].shape)
+
+    def _merged(self, layer: str, leaves: Mapping[str, Tensor], rank: int) -> Tensor:
+        base = self._model.get_submodule(layer).weight
+        return base + (32 / rank) * leaves[f"{layer}.lora_B"] @ leaves[f"{layer}.lora_A"]
+
+
+def distance(found: Mapping[str, Array], expected: Mapping[str, Array]) -> float:
+    """||found - expected|| / ||expected|| over all tensors together."""
+    assert found.keys() == expected.keys()
+    gap = sum(float(((found[name] - expected[name]) ** 2).sum()) for name in expected)
+    size = sum(float((np.asarray(expected[name], dtype=np.float64) ** 2).sum()) for name in expected)
+    return (gap / size) ** 0.5 if size else gap**0.5
+
+
+def totals(payloads: Sequence[Answer]) -> dict[str, Array]:
+    """Sum of several answers' gradients."""
+    return {name: np.sum([answer.gradients[name] for answer in payloads], axis=0) for name in payloads[0].gradients}
