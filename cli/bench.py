@@ -15,16 +15,14 @@ from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import typer
-from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from openrl.bench import setting, workload
-from openrl.errors import OpenRLError
-from openrl.models import catalog, info
-from openrl.models.prepare import prepare
+from openrl.errors import BackendFault, ModelError
+from openrl.models import catalog
 from openrl.settings import load
 from openrl.types import ModelSpec
+from openrl_cli import console
 from openrl_recipes.local_server import Endpoint, ServerError, local_server
 
 if TYPE_CHECKING:
@@ -66,20 +64,17 @@ def bench(
     sequence a forward, and samples with `model.generate`. The sides take turns; neither runs while the other does.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
-    console = Console(stderr=as_json)
     if missing:
-        console.print(f"[red]openrl bench needs {', '.join(missing)}.[/] Install them: pip install 'openrl\\[dev]'")
-        raise typer.Exit(1)
+        raise ModelError(f"openrl bench needs {', '.join(missing)}.", "Run: pip install 'openrl[dev]'")
     plan = Plan(tuple(parts or Part), rank, rounds, threads or psutil.cpu_count(logical=False) or 1, dtype)
     try:
-        result = _run(plan, catalog.resolve(model), console)
-    except (OpenRLError, ServerError) as error:
-        console.print(f"[red]{error}[/]", highlight=False)
-        raise typer.Exit(1) from None
+        result = _run(plan, catalog.resolve(model))
+    except ServerError as error:
+        raise BackendFault(str(error)) from None
     if as_json:
         typer.echo(json.dumps(result.as_json(), indent=2))
     else:
-        _show(result, console)
+        _show(result)
 
 
 @dataclass(frozen=True, slots=True)
@@ -93,62 +88,66 @@ class Plan:
     dtype: str
 
 
-def _run(plan: Plan, spec: ModelSpec, console: Console) -> Result:
+def _run(plan: Plan, spec: ModelSpec) -> Result:
     """Prepare the model, start a server for it, measure.
 
     The server has a data folder of its own, so that the user's runs are left alone; it serves the ready model's
     folder, under the folder's name.
     """
-    console.print(f"Preparing {spec.name} ...")
+    from openrl.bench import setting
+    from openrl.models.prepare import prepare
+
+    console.err.print(f"preparing {spec.name}")
     folder = prepare(spec, load({}).settings.data_dir, lambda progress: None)
     engine = ["--threads", str(plan.threads), "--dtype", plan.dtype]
     with tempfile.TemporaryDirectory(prefix="openrl-bench-") as scratch:
         flags = ["--model", str(folder), "--data-dir", scratch, *engine]
         with local_server(Path(scratch) / "server.log", flags, {"HF_HOME": scratch}) as endpoint:
-            result = _measure(plan, folder, endpoint, console)
+            result = _measure(plan, folder, endpoint)
     result.setting = setting.describe(spec.name, plan.threads, plan.rank, plan.dtype)
     return result
 
 
-def _measure(plan: Plan, folder: Path, endpoint: Endpoint, console: Console) -> Result:
-    """All figures of one run. What imports torch is imported here: the other commands do without."""
-    from openrl.bench import rounds, served
+def _measure(plan: Plan, folder: Path, endpoint: Endpoint) -> Result:
+    """All figures of one run. What is heavy is imported here: the other commands do without."""
+    from openrl.bench import rounds, served, workload
+    from openrl.models import info
 
     name, result = catalog.resolve(str(folder)).name, rounds.Result({})
     work = workload.make(info.describe(folder).vocab_size)
     measures = [*(rounds.train_measures(work) if Part.TRAIN in plan.parts else [])]
     measures += rounds.sample_measures(work) if Part.SAMPLE in plan.parts else []
     if Part.OVERHEAD in plan.parts:
-        console.print("Measuring the overhead of a request ...")
-        seconds = served.step_latencies(endpoint.base_url, endpoint.api_key, name, plan.rank, _LATENCY_STEPS)
-        result.latencies.append(rounds.latency("empty optim_step", seconds))
+        console.err.print("measuring the overhead of a request")
+        seconds = served.step_latencies(endpoint.base_url, endpoint.api_key, name, _LATENCY_STEPS)
+        result.latencies.append(rounds.latency("empty optim_step of a rank 1 adapter, over HTTP", seconds))
     if measures:
         from openrl.bench.plain import PlainLoop
 
         ours = served.ServedLoop(endpoint.base_url, endpoint.api_key, name, plan.rank)
         plain = PlainLoop(folder, plan.rank, plan.threads)
-        with _progress(console, 2 * (plan.rounds + 1) * len(measures)) as tick:
+        with _progress(2 * (plan.rounds + 1) * len(measures)) as tick:
             result.comparisons = rounds.compare(ours, plain, measures, plan.rounds, tick)
         ours.close()
     return result
 
 
 @contextmanager
-def _progress(console: Console, total: int) -> Generator[Callable[[str], None]]:
+def _progress(total: int) -> Generator[Callable[[str], None]]:
     """A progress bar; yields what moves it one measurement on."""
     columns = (TextColumn("measuring"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console) as display:
+    with Progress(*columns, TextColumn("{task.fields[last]}"), console=console.err) as display:
         task = display.add_task("", total=total, last="")
         yield lambda last: display.update(task, advance=1, last=last)
 
 
-def _show(result: Result, console: Console) -> None:
+def _show(result: Result) -> None:
     for name, value in result.setting.items():
-        console.print(f"{name:>10}  {value}", highlight=False)
+        console.out.print(f"{name:>10}  {value}", highlight=False)
     if result.comparisons:
-        console.print(_speed_table(result))
+        console.out.print(_speed_table(result))
     for latency in result.latencies:
-        console.print(f"{latency.name}, {latency.count} times: p50 {latency.p50:.1f} ms, p95 {latency.p95:.1f} ms")
+        console.out.print(f"{latency.name}, {latency.count} times: p50 {latency.p50:.1f} ms, p95 {latency.p95:.1f} ms")
 
 
 def _speed_table(result: Result) -> Table:

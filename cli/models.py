@@ -6,7 +6,7 @@ import json
 from typing import Annotated, Any
 
 import typer
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from openrl.errors import ModelError
@@ -35,7 +35,7 @@ def list_models(data_dir: options.DataDir = None, as_json: options.Json = False,
     if as_json:
         typer.echo(json.dumps([_fields(model, saved) for model in known], indent=2))
         return
-    table = Table("model", "served as", "kind", "state", "size")
+    table = Table("model", Column("served as", overflow="fold"), "kind", "state", "size")
     for model in known:
         size = console.size(model.size_bytes) if model.size_bytes else f"{console.size(_to_fetch(model))} to fetch"
         state = "[green]ready[/]" if model.folder else "not pulled"
@@ -72,7 +72,7 @@ def show(
         return
     table = Table(show_header=False, box=None)
     for key, value in fields.items():
-        table.add_row(f"[bold]{key.replace('_', ' ')}[/]", Text(_plain(key, value)))
+        table.add_row(f"[bold]{key.removesuffix('_bytes').replace('_', ' ')}[/]", Text(_plain(key, value)))
     console.out.print(table)
     if found.folder is None:
         console.err.print(Text(f"Fetch it with: openrl models pull {model}"), soft_wrap=True)

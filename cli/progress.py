@@ -52,8 +52,8 @@ class ModelBars:
         task = self._tasks.pop(model, None)
         if task is not None:
             self._bars.remove_task(task)
-        if not self._tasks:
-            self._bars.stop()
+            if not self._tasks:
+                self._bars.stop()
 
     def close(self) -> None:
         for model in list(self._tasks):

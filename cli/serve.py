@@ -29,18 +29,22 @@ Models = Annotated[
     list[str] | None,
     _option(
         "--model",
-        text="Embedded model, folder, .gguf file or hub id; repeat it to serve several. [smollm2-135m-instruct]",
+        text="Embedded model, folder, .gguf file or hub id; may be repeated. Default: smollm2-135m-instruct.",
     ),
 ]
 Aliases = Annotated[
     list[str] | None,
     _option("--alias", text="NAME=MODEL: serve MODEL under NAME too, so that scripts with a fixed name run."),
 ]
-Backend = Annotated[str | None, _option("--backend", text="auto, cpu, cuda, mps or remote. [auto]")]
-Host = Annotated[str | None, _option("--host", text="Address to listen on. [127.0.0.1]")]
-Port = Annotated[str | None, _option("--port", text="Port to listen on. [8000]")]
-Dtype = Annotated[str | None, _option("--dtype", text="auto, float32 or bfloat16: type of the base weights. [auto]")]
-Threads = Annotated[str | None, _option("--threads", text="CPU threads of a worker; 0 means physical cores. [0]")]
+Backend = Annotated[str | None, _option("--backend", text="auto, cpu, cuda, mps or remote. Default: auto.")]
+Host = Annotated[str | None, _option("--host", text="Address to listen on. Default: 127.0.0.1.")]
+Port = Annotated[str | None, _option("--port", text="Port to listen on. Default: 8000.")]
+Dtype = Annotated[
+    str | None, _option("--dtype", text="auto, float32 or bfloat16: type of the base weights. Default: auto.")
+]
+Threads = Annotated[
+    str | None, _option("--threads", text="CPU threads of a worker; 0 means physical cores. Default: 0.")
+]
 NoAuth = Annotated[bool, _option("--no-auth", text="Take calls without the API key (on loopback only).")]
 
 
@@ -158,4 +162,4 @@ class _TerminalLog(logging.Handler):
     def emit(self, record: logging.LogRecord) -> None:
         console.err.print(Text(f"{record.levelname.lower()}: {record.getMessage()}"), soft_wrap=True)
         if record.exc_info:
-            console.err.print(Text(logs.scrubbed(logging.Formatter().formatException(record.exc_info))), soft_wrap=True)
+            console.err.print(Text(logs.Scrubbing().formatException(record.exc_info)), soft_wrap=True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from http import HTTPStatus
 from typing import Annotated, Any
 
 import typer
@@ -43,12 +44,12 @@ def fetch(url: str, key: str) -> dict[str, Any]:
         answer = httpx.get(f"{url.rstrip('/')}/api/v1/status", headers={"X-API-Key": key}, timeout=_SECONDS)
     except httpx.HTTPError as error:
         raise NotReady(f"no server answers at {url} ({error}).", "Start one with: openrl serve") from error
-    if answer.status_code == httpx.codes.UNAUTHORIZED:
+    if answer.status_code == HTTPStatus.UNAUTHORIZED:
         raise Unauthorized(
             f"the server at {url} does not take this key.",
             "Give --data-dir of the server, or its key in OPENRL_API_KEY.",
         )
-    if answer.status_code != httpx.codes.OK:
+    if answer.status_code != HTTPStatus.OK:
         raise OpenRLError(f"{url} answered with status {answer.status_code}.", "Is it an openrl server?")
     try:
         return answer.json()

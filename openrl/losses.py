@@ -76,12 +76,6 @@ def evaluate(name: str, lp: FloatArray, inputs: Mapping[str, Array], config: Map
     return Loss(float(terms.values.sum()), grad, _sums(lp64, given, live, terms))
 
 
-def may_count(name: str, inputs: Mapping[str, Array]) -> Bool:
-    """Positions ([N] or [N, K]) that can have a gradient; all others have exactly none, whatever the model says."""
-    given = {key: value for key, value in inputs.items() if key != "target_tokens"}
-    return _live(name, inputs["target_tokens"].shape, given)
-
-
 def _live(name: str, shape: tuple[int, ...], given: Mapping[str, Array]) -> Bool:
     live = np.ones(shape, dtype=np.bool_)
     if "weights" in given:

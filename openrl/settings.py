@@ -131,7 +131,7 @@ SETTINGS: tuple[Setting, ...] = (
         "--alias",
     ),
     Setting("server.host", Text(r"\S+", "an address or host name"), "127.0.0.1", "Address to listen on.", "--host"),
-    Setting("server.port", Integer(1, 65535), 8000, "Port to listen on.", "--port"),
+    Setting("server.port", Integer(0, 65535), 8000, "Port to listen on; 0 takes any free one.", "--port"),
     Setting(
         "server.auth",
         Choice(("key", "off")),
@@ -180,20 +180,20 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("engine.max_kv_tokens", Integer(16, _ANY), 65536, "Tokens that the KV cache may hold over all sequences."),
     Setting(
         "daemon.session_timeout",
-        Number(30, math.inf),
+        Number(1, math.inf),
         600.0,
         "Seconds without heartbeat after which a session expires.",
     ),
-    Setting("daemon.result_ttl", Number(60, math.inf), 86400.0, "Seconds that a finished result can be read."),
+    Setting("daemon.result_ttl", Number(1, math.inf), 86400.0, "Seconds that a finished result can be read."),
     Setting(
         "daemon.gap_timeout",
-        Number(1, math.inf),
+        Number(0.1, math.inf),
         1800.0,
         "Seconds that a request which never arrived may keep later ones of its run waiting.",
     ),
     Setting(
         "daemon.snapshot_seconds",
-        Number(1, math.inf),
+        Number(0, math.inf),
         60.0,
         "Seconds of training that may have to be repeated after a crash.",
     ),

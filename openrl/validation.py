@@ -128,9 +128,9 @@ def _check_lengths(data: Sequence[Datum], info: ModelInfo) -> None:
 
 
 def _check_ids(arrays: Sequence[Array], field: str, info: ModelInfo) -> None:
-    flat = np.concatenate([array.reshape(-1) for array in arrays])
-    bad = (flat < 0) | (flat >= info.vocab_size)
-    if bad.any():
+    flat = np.concatenate(arrays, axis=None)
+    if flat.min() < 0 or flat.max() >= info.vocab_size:
+        bad = (flat < 0) | (flat >= info.vocab_size)
         index, position = _locate(arrays, bad)
         legal = f"0..{info.vocab_size - 1}"
         raise BadRequest(f"data[{index}].{field}: token id {flat[bad][0]} at position {position}; legal: {legal}")
@@ -140,9 +140,10 @@ def _check_floats(data: Sequence[Datum], name: str) -> None:
     """One kind of float input over all datums: finite everywhere (L10), and what its name asks for besides."""
     holders = [index for index, datum in enumerate(data) if name in datum.inputs]
     arrays = [data[index].inputs[name] for index in holders]
-    flat = np.concatenate([array.reshape(-1) for array in arrays])
-    bad = ~np.isfinite(flat)
-    if bad.any():
+    flat = np.concatenate(arrays, axis=None)
+    finite = np.isfinite(flat)
+    if not finite.all():
+        bad = ~finite
         holder, position = _locate(arrays, bad)
         where = f"data[{holders[holder]}].loss_fn_inputs.{name}"
         raise BadRequest(f"{where}: {flat[bad][0]} at position {position}; all numbers must be finite")

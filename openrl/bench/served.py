@@ -43,15 +43,16 @@ def _datum(tokens: Tokens) -> types.Datum:
     return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
 
 
-def step_latencies(base_url: str, api_key: str, model: str, rank: int, count: int) -> list[float]:
+def step_latencies(base_url: str, api_key: str, model: str, count: int) -> list[float]:
     """Seconds of each of `count` empty optimizer steps, one after another over plain HTTP.
 
-    Empty means that no gradient was accumulated, so that what remains is what the server adds to any request: accept,
-    commit, queue, worker and back, result. Each counts from sending `optim_step` to holding its result.
+    Empty means that no gradient was accumulated, and the adapter has rank 1: what remains is what the server adds to
+    any request (accept, commit, queue, worker and back, result). Each counts from sending `optim_step` to holding its
+    result.
     """
     with httpx.Client(base_url=f"{base_url}/api/v1", headers={"X-API-Key": api_key}, timeout=60) as client:
         session = _post(client, "create_session", {"tags": [], "user_metadata": {}, "sdk_version": tinker.__version__})
-        lora = {"rank": rank, "seed": 0, "train_mlp": True, "train_attn": True, "train_unembed": True}
+        lora = {"rank": 1, "seed": 0, "train_mlp": True, "train_attn": True, "train_unembed": True}
         create = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": model, "lora_config": lora}
         run = _result(client, _post(client, "create_model", create))["model_id"]
         latencies: list[float] = []

@@ -118,7 +118,7 @@ def kind(source: str) -> Kind:
         return Kind.GGUF
     if _HUB_ID.fullmatch(source) and not path.exists() and path.suffix.lower() != ".gguf":
         return Kind.HUB
-    raise ModelError(f"{source!r} is not a model: {_what_is_wrong(path)}.", f"Give {legal_sources()}.")
+    raise ModelError(f"{source!r} is not a model: {_what_is_wrong(source, path)}.", f"Give {legal_sources()}.")
 
 
 def resolve(source: str, aliases: Iterable[str] = ()) -> ModelSpec:
@@ -144,7 +144,9 @@ def resolve_all(sources: Iterable[str], aliases: Mapping[str, str], saved: Mappi
     `aliases` (name -> model) must point at served models; of the `saved` ones (`openrl models alias`) those apply whose
     model is served. Raises ModelError for an unknown source or a name that stands for two models.
     """
-    specs = {spec.name: spec for spec in map(resolve, sources)}
+    by_source = {spec.source: spec for spec in map(resolve, sources)}
+    _check_distinct(by_source.values())
+    specs = {spec.name: spec for spec in by_source.values()}
     names: dict[str, tuple[str, ...]] = {name: spec.aliases for name, spec in specs.items()}
     for alias, target in {**saved, **aliases}.items():
         check_alias(alias)
@@ -194,12 +196,12 @@ def _folder_name(folder: Path) -> str:
     return f"local/{slug(folder.name)}"
 
 
-def _what_is_wrong(path: Path) -> str:
+def _what_is_wrong(source: str, path: Path) -> str:
     if path.is_dir():
         return "the folder has no config.json"
     if path.is_file():
         return "the file is not a .gguf file"
-    if path.suffix.lower() == ".gguf" or path.is_absolute() or str(path).startswith("."):
+    if path.suffix.lower() == ".gguf" or source.startswith((".", "/", "~")):
         return "there is no such file or folder"
     return "there is no such embedded model, folder or file, and it does not have the form of a hub id"
 
@@ -222,7 +224,7 @@ def _forms(specs: Iterable[ModelSpec]) -> list[str]:
     return [name for spec in specs for name in (spec.name, *spec.aliases)]
 
 
-def _check_distinct(specs: tuple[ModelSpec, ...]) -> None:
+def _check_distinct(specs: Iterable[ModelSpec]) -> None:
     forms = _forms(specs)
     double = sorted({name for name in forms if forms.count(name) > 1})
     if double:

@@ -92,7 +92,7 @@ def _bar(report: Report) -> type[tqdm[Any]]:
     """A progress bar class that shows nothing and reports how many bytes of all files are there."""
     from tqdm.auto import tqdm
 
-    class Reporting(tqdm[Any]):
+    class Reporting(tqdm):  # pyright: ignore[reportMissingTypeArgument] -- not generic when it runs
         def __init__(self, *args: Any, **kwargs: Any) -> None:
             kwargs.pop("name", None)
             super().__init__(*args, **{**kwargs, "file": _sink(), "disable": False})

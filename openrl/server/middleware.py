@@ -18,6 +18,7 @@ from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from openrl.errors import TooLarge
 from openrl.server.errors import refusal
+from openrl.telemetry.logs import bound
 
 access_log = logging.getLogger("openrl.access")
 log = logging.getLogger("openrl.server")
@@ -50,11 +51,12 @@ class AccessLog:
             await send(message)
 
         try:
-            await self._app(scope, receive, send_with_id)
+            with bound(http_id=request_id):
+                await self._app(scope, receive, send_with_id)
         except ClientDisconnect:
             pass
-        except Exception:
-            log.exception("%s %s failed", scope["method"], scope["path"], extra={"request_id": request_id})
+        except Exception:  # the HTTP edge: a crash of one request must not be one of the server
+            log.exception("%s %s failed [%s]", scope["method"], scope["path"], request_id)
             if status == 0:
                 detail = f"internal error; the server's log has it under request {request_id}"
                 await refusal(detail, 500)(scope, receive, send_with_id)
@@ -64,9 +66,8 @@ class AccessLog:
 
 def _log_access(scope: Scope, status: int, seconds: float, request_id: str) -> None:
     level = logging.DEBUG if scope["path"].endswith("/healthz") else logging.INFO
-    line = "%s %s %d %.1f ms"
-    values = (scope["method"], scope["path"], status, seconds * 1000)
-    access_log.log(level, line, *values, extra={"request_id": request_id, "status": status})
+    values = (scope["method"], scope["path"], status, seconds * 1000, request_id)
+    access_log.log(level, "%s %s %d %.1f ms [%s]", *values)
 
 
 class HostCheck:
@@ -169,6 +170,4 @@ class BodyLimit:
         await self._app(scope, limited, send)
 
     def _error(self, size: int) -> TooLarge:
-        return TooLarge(
-            f"the body is over {self._limit} bytes (at least {size}).", "Send fewer or shorter datums at a time."
-        )
+        return TooLarge(f"the body is over {self._limit} bytes (at least {size}).", "Send less at a time.")

@@ -56,7 +56,14 @@ def bound(**fields: str) -> Generator[None]:
         _context.reset(token)
 
 
-class JsonLines(logging.Formatter):
+class Scrubbing(logging.Formatter):
+    """Takes keys out of exceptions too (messages are scrubbed before they reach a formatter)."""
+
+    def formatException(self, ei: Any) -> str:
+        return scrubbed(super().formatException(ei))
+
+
+class JsonLines(Scrubbing):
     """A record as one JSON object on one line."""
 
     def format(self, record: logging.LogRecord) -> str:
@@ -68,7 +75,7 @@ class JsonLines(logging.Formatter):
             **_context.get(),
         }
         if record.exc_info:
-            line["exception"] = scrubbed(self.formatException(record.exc_info))
+            line["exception"] = self.formatException(record.exc_info)
         return json.dumps(line, ensure_ascii=False)
 
 
@@ -79,7 +86,7 @@ def scrubbed(text: str) -> str:
 
 def _plain() -> logging.Handler:
     handler = logging.StreamHandler()
-    handler.setFormatter(logging.Formatter("%(levelname)s %(name)s: %(message)s"))
+    handler.setFormatter(Scrubbing("%(levelname)s %(name)s: %(message)s"))
     return handler
 
 

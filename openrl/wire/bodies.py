@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from openrl.codec import decode_json, encode_json
 from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveSampler, SaveState, Train, Unload, Work
 from openrl.types import Op, OptimOutput, SampleOutput, SamplePayload, TrainOutput, TrainPayload
-from openrl.wire import messages, old_json, proto
+from openrl.wire import inputs, messages, old_json, proto
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -47,8 +47,8 @@ def _train_payload(op: Op, content_type: str, body: bytes) -> TrainPayload:
     if is_protobuf(content_type):
         return proto.decode_train(body)
     if op is Op.FORWARD:
-        return decode_json(messages.ForwardBody, body).forward_input.to_payload()
-    return decode_json(messages.ForwardBackwardBody, body).forward_backward_input.to_payload()
+        return decode_json(inputs.ForwardBody, body).forward_input.to_payload()
+    return decode_json(inputs.ForwardBackwardBody, body).forward_backward_input.to_payload()
 
 
 def _optim_step(body: bytes) -> OptimStep:

@@ -27,7 +27,7 @@ _INT32 = np.iinfo(np.int32)
 
 def shaped(values: Array, shape: Sequence[int] | None, where: str) -> Array:
     """`values` (1-D) in the shape that the message states; None keeps it 1-D."""
-    if shape is None:
+    if shape is None or (len(shape) == 1 and shape[0] == values.size):
         return values
     if any(size < 0 for size in shape) or math.prod(shape) != values.size:
         raise BadRequest(f"{where}: shape {list(shape)} does not hold its {values.size} values")

@@ -130,7 +130,7 @@ def show(summary: Summary, console: Console | None = None) -> None:
 
 def accuracy_table(summary: Summary) -> Table:
     """Held-out execution accuracy, overall and by level."""
-    table = Table(title=f"Execution accuracy on {len(summary.held_out)} questions about unseen tables")
+    table = Table(title="Held-out execution accuracy", caption=f"{len(summary.held_out)} questions about unseen tables")
     for name in ("", "all", "level 1", "level 2", "level 3"):
         table.add_column(name, justify="right" if name else "left")
     for evaluation in summary.evaluations:

@@ -7,11 +7,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.sampling import Ask, World, payload, run, run_all
 
 from openrl.backends.base import SampleJob
 from openrl.errors import BadRequest, OutOfMemory
 from openrl.types import RequestId, SampleOutput
+from support.sampling import Ask, World, payload, run, run_all
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import numpy as np
 import pytest
-from support.sampling import Ask, World, log_softmax, payload, run
 
 from openrl.backends.torch import score
 from openrl.types import TopK
+from support.sampling import Ask, World, log_softmax, payload, run
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 

@@ -6,10 +6,10 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.sampling import Ask, World, payload, run
-from support.tokenizers import save_byte_tokenizer
 
 from openrl.errors import BadRequest
+from support.sampling import Ask, World, payload, run
+from support.tokenizers import save_byte_tokenizer
 
 PROMPT = [5, 9, 33, 60]
 

@@ -32,7 +32,7 @@ def test_the_demo_command_teaches_held_out_sql_and_leaves_nothing_running(tmp_pa
     assert losses[-1] < losses[0] / 2
     assert [r for r in records if r["kind"] == "grpo"]
 
-    assert "Execution accuracy on 24 questions" in ended.stdout
+    assert "Held-out execution accuracy" in ended.stdout
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "after RL" in (tmp_path / "report.md").read_text()
     assert not _servers_writing_to(tmp_path)

@@ -11,7 +11,18 @@ import numpy as np
 
 from openrl.daemon.daemon import Daemon
 from openrl.daemon.models import ModelPool
-from openrl.daemon.work import Finished, LoadState, NewRun, NewSession, OptimStep, Raw, SaveSampler, SaveState, Train, Work
+from openrl.daemon.work import (
+    Finished,
+    LoadState,
+    NewRun,
+    NewSession,
+    OptimStep,
+    Raw,
+    SaveSampler,
+    SaveState,
+    Train,
+    Work,
+)
 from openrl.settings import DaemonSettings, EngineSettings, ServerSettings, Settings
 from openrl.types import (
     AdamParams,
@@ -168,4 +179,3 @@ def expected_weight(*gradients: int) -> int:
     for gradient in gradients:
         weight = weight * 2 + gradient
     return weight
-

@@ -64,7 +64,9 @@ class Reference:
     """A model folder in float64."""
 
     def __init__(self, folder: Path) -> None:
-        self._model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float64, attn_implementation="eager")
+        self._model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=torch.float64, attn_implementation="eager"
+        )
         self._model.eval().requires_grad_(False)
 
     def answer(self, payload: TrainPayload, parameters: Mapping[str, Array], rank: int) -> Answer:

@@ -25,7 +25,9 @@ def save_bpe_tokenizer(folder: Path) -> Callable[[list[int]], str]:
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
     alphabet = pre_tokenizers.ByteLevel.alphabet()
-    trainer = trainers.BpeTrainer(vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False)
+    trainer = trainers.BpeTrainer(
+        vocab_size=300, initial_alphabet=alphabet, special_tokens=["<|end|>"], show_progress=False
+    )
     tokenizer.train_from_iterator([_TEXT] * 4, trainer)
     return _save(tokenizer, folder)
 
@@ -33,7 +35,9 @@ def save_bpe_tokenizer(folder: Path) -> Callable[[list[int]], str]:
 def save_metaspace_tokenizer(folder: Path) -> Callable[[list[int]], str]:
     """SentencePiece style as of Llama 2 and Gemma: ▁ for spaces, <0xNN> for bytes, the first space is dropped."""
     pieces = ["<unk>", "▁the", "▁cat", "s", "▁sat", "▁", "!", *(f"<0x{i:02X}>" for i in range(256))]
-    tokenizer = Tokenizer(models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True))
+    tokenizer = Tokenizer(
+        models.BPE(vocab={p: i for i, p in enumerate(pieces)}, merges=[], unk_token="<unk>", byte_fallback=True)
+    )
     tokenizer.decoder = decoders.Sequence(
         [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
     )

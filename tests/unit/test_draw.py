@@ -8,10 +8,10 @@ from collections.abc import Sequence
 import numpy as np
 import pytest
 import torch
-from support.sampling import naive_draw
 
 from openrl.backends.torch.draw import Drawn, RowKnobs, draw, kept, stack, uniforms
 from openrl.types import SamplingParams
+from support.sampling import naive_draw
 
 CPU = torch.device("cpu")
 Z = [2.0, 1.0, 0.0, -1.0]

@@ -18,7 +18,7 @@ def drain(queue: RunQueue[int]) -> list[int]:
 
 @given(st.permutations(range(1, 9)), st.sets(st.integers(1, 8)))
 def test_o1_o2_any_arrival_order_runs_ascending_and_steps_over_used_numbers(arrival: list[int], used: set[int]) -> None:
-    """O1, O2, O5: whatever the order of arrival, requests run ascending without holes; refused ones are stepped over."""
+    """O1, O2, O5: whatever the order of arrival, requests run ascending without holes, refused ones left out."""
     queue: RunQueue[int] = RunQueue(1)
     ran: list[int] = []
     for seq in arrival:

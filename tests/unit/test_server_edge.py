@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import pytest
-from support.fake_daemon import FakeDaemon, server_settings
-from support.http import KEY, Http
 
 from openrl.errors import (
     BackendFault,
@@ -22,6 +20,8 @@ from openrl.errors import (
     WorkerDied,
 )
 from openrl.server.app import create_app
+from support.fake_daemon import FakeDaemon, server_settings
+from support.http import KEY, Http
 
 
 def app_for(daemon: FakeDaemon | None = None, **settings: object) -> Http:
@@ -67,7 +67,7 @@ def test_a_crash_is_a_500_that_the_log_explains(caplog: pytest.LogCaptureFixture
     assert "secret detail" not in answer.text
     assert answer.headers["x-request-id"] in answer.json()["detail"]
     crash = next(record for record in caplog.records if record.exc_info)
-    assert crash.__dict__["request_id"] == answer.headers["x-request-id"]
+    assert answer.headers["x-request-id"] in crash.getMessage()
 
 
 def test_unknown_routes_and_methods_are_json() -> None:
@@ -154,5 +154,5 @@ def test_every_request_is_logged_once_without_its_key(caplog: pytest.LogCaptureF
     assert lines[0].startswith("POST /api/v1/client/config 200 ")
     assert lines[1].startswith("GET /api/v1/nope 401 ")
     assert len(lines) == 2
-    assert caplog.records[0].__dict__["request_id"] == answer.headers["x-request-id"]
+    assert answer.headers["x-request-id"] in lines[0]
     assert "tml-" not in caplog.text

@@ -8,8 +8,6 @@ from typing import Any
 import numpy as np
 import pytest
 import zstandard
-from support.fake_daemon import MODEL, FakeDaemon, server_settings
-from support.http import KEY, Http
 from tinker.proto.response_conv import deserialize_forward_backward_output, deserialize_sample_response
 
 from openrl.daemon.work import LoadState, OptimStep, SaveSampler, SaveState, Train
@@ -17,6 +15,8 @@ from openrl.errors import TooLarge
 from openrl.server.app import create_app
 from openrl.types import AdamParams, LoraSpec, Op, RequestId, RunId, SessionId
 from openrl.wire import tinker_pb2 as pb
+from support.fake_daemon import MODEL, FakeDaemon, server_settings
+from support.http import KEY, Http
 
 PROTO = {"content-type": "application/x-protobuf"}
 RUN = RunId("s0:train:0")

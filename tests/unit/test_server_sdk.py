@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import tinker
 import torch
-from support.fake_daemon import MODEL, FakeDaemon, server_settings
-from support.http import KEY
-from support.serving import serving
 
 from openrl.server.app import create_app
 from openrl.types import Op
+from support.fake_daemon import MODEL, FakeDaemon, server_settings
+from support.http import KEY
+from support.serving import serving
 
 # The SDK leaves the sockets of its start-up calls to the garbage collector.
 pytestmark = [

@@ -7,11 +7,11 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from support.tokenizers import save_bpe_tokenizer, save_metaspace_tokenizer
 from tokenizers import Tokenizer
 
 from openrl.backends.torch.stops import Stops, StopWatch, TextStop
 from openrl.errors import BadRequest
+from support.tokenizers import save_bpe_tokenizer, save_metaspace_tokenizer
 
 Decode = Callable[[list[int]], str]
 

@@ -87,9 +87,9 @@ def open_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Causal
     model.to(device).eval().requires_grad_(False)
     parameters = sum(p.numel() for p in model.parameters())  # a tied head counts once
     routing = Routing()
-    shapes = _wrap(model, routing)
+    shapes = lora_shapes(model)
+    _wrap(model, routing)
     head = model.lm_head.weight.detach()
-    shapes[HEAD_NAME] = LoraShape(head.shape[1], head.shape[0])
     return CausalLM(
         backbone=model.model,
         head=head,
@@ -117,16 +117,19 @@ def _cpu_products(precision: str) -> Generator[None]:
         products.matmul.fp32_precision = before
 
 
-def _wrap(model: nn.Module, routing: Routing) -> dict[str, LoraShape]:
-    """Replace attention and MLP projections by `LoraLinear`; returns their shapes by name, in the model's order."""
-    shapes: dict[str, LoraShape] = {}
-    found = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    for name, linear in found:
+def lora_shapes(model: nn.Module) -> dict[str, LoraShape]:
+    """Layers that can carry an adapter (4.2), by name and in the model's order, the head last."""
+    leaves = (*ATTN_MODULES, *MLP_MODULES, HEAD_NAME)
+    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
+    return {name: LoraShape(m.in_features, m.out_features) for name, m in linears if name.split(".")[-1] in leaves}
+
+
+def _wrap(model: nn.Module, routing: Routing) -> None:
+    """Replace attention and MLP projections by `LoraLinear`. The head is not called as a module at all."""
+    for name, linear in list(model.named_modules()):
         parent_name, _, leaf = name.rpartition(".")
-        if leaf in ATTN_MODULES + MLP_MODULES:
+        if isinstance(linear, nn.Linear) and leaf in (*ATTN_MODULES, *MLP_MODULES):
             setattr(model.get_submodule(parent_name), leaf, LoraLinear(linear, name, routing))
-            shapes[name] = LoraShape(linear.in_features, linear.out_features)
-    return shapes
 
 
 def _eos_ids(folder: Path, config: Any) -> frozenset[int]:

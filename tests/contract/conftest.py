@@ -1,0 +1,45 @@
+"""Tiny models, built once for all contract tests."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from support import tiny
+from support.reference import Reference
+from support.training import trainer
+
+from openrl.backends.torch.train import Trainer
+
+
+@pytest.fixture(scope="session")
+def model_folder(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., Path]:
+    """`model_folder(family, tied=True)` gives the folder of a tiny random model, built at first need."""
+    built: dict[tuple[str, bool], Path] = {}
+
+    def folder(family: str, *, tied: bool = True) -> Path:
+        if (family, tied) not in built:
+            built[family, tied] = tiny.build(tmp_path_factory.mktemp(family), family, tied=tied)
+        return built[family, tied]
+
+    return folder
+
+
+@pytest.fixture(scope="session")
+def references(model_folder: Callable[..., Path]) -> Callable[..., Reference]:
+    """`references(family, tied=True)` gives the float64 reference on that model."""
+    opened: dict[tuple[str, bool], Reference] = {}
+
+    def reference(family: str, *, tied: bool = True) -> Reference:
+        if (family, tied) not in opened:
+            opened[family, tied] = Reference(model_folder(family, tied=tied))
+        return opened[family, tied]
+
+    return reference
+
+
+@pytest.fixture
+def llama(model_folder: Callable[..., Path]) -> Trainer:
+    """A float32 trainer on the tiny llama."""
+    return trainer(model_folder("llama"))
