@@ -51,7 +51,7 @@ def pull(model: Name, data_dir: options.DataDir = None, config: options.Config =
 
     settings = load({"data_dir": data_dir}, config).settings
     spec = catalog.resolve(model)
-    with ModelBars(console.err) as bars:
+    with ModelBars() as bars:
         folder = prepare(
             spec, settings.data_dir, lambda step: bars.update(spec.name, step.stage, step.done, step.total)
         )

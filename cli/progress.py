@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from types import TracebackType
 
 from rich.console import Console
@@ -11,15 +12,16 @@ from rich.progress import BarColumn, Progress, TaskID, TaskProgressColumn, TextC
 class ModelBars:
     """One bar a model, shown while there is one that is not ready. Use as a context manager or call `close`."""
 
-    def __init__(self, console: Console) -> None:
-        self._console = console
+    def __init__(self) -> None:
+        # Bound to today's stderr: a conversion silences other libraries' bars by redirecting sys.stderr for a while.
+        self._console = Console(file=sys.stderr, highlight=False)
         self._bars = Progress(
             TextColumn("{task.fields[model]}"),
             TextColumn("[cyan]{task.description}"),
             BarColumn(bar_width=30),
             TaskProgressColumn(),
             TimeElapsedColumn(),
-            console=console,
+            console=self._console,
             transient=True,
         )
         self._tasks: dict[str, TaskID] = {}

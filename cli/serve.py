@@ -86,7 +86,7 @@ def _run(settings: Settings, key: str) -> int:
     """Serve to the end; returns the exit code. Raises SettingsError if the address cannot be had."""
     from openrl import app  # brings the web server; other commands do without
 
-    with ModelBars(console.err) as bars:
+    with ModelBars() as bars:
         try:
             return app.serve(settings, key, Display(settings, key, bars))
         except OSError as error:

@@ -19,6 +19,7 @@ from openrl.daemon.models import Model, ModelPool
 from openrl.models.info import describe
 from openrl.models.store import locate
 from openrl.server.app import create_app
+from openrl.server.signing import signing_key
 from openrl.settings import Settings
 from openrl.types import ModelInfo, ModelSpec
 from openrl.wire import bodies
@@ -120,7 +121,7 @@ async def _serve(settings: Settings, api_key: str, on_event: OnEvent, listener: 
         yield
         await daemon.stop()
 
-    app = create_app(daemon, settings.server, api_key)
+    app = create_app(daemon, settings.server, api_key, signing_key(settings.data_dir))
     app.router.lifespan_context = life
     config = uvicorn.Config(
         app,

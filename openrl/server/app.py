@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Awaitable, Callable
+from secrets import token_bytes
 
 from starlette.applications import Starlette
 from starlette.exceptions import HTTPException
@@ -13,9 +14,11 @@ from starlette.routing import Route
 
 from openrl.daemon.daemon import Daemon
 from openrl.errors import OpenRLError
+from openrl.server.credentials import Credentials
 from openrl.server.errors import on_http_exception, on_openrl_error
 from openrl.server.middleware import AccessLog, ApiKey, BodyLimit, HostCheck
 from openrl.server.routes import checkpoints, futures, runs, sampling, service, sessions, training
+from openrl.server.signing import Signer
 from openrl.settings import ServerSettings
 
 Endpoint = Callable[[Request], Awaitable[Response]]
@@ -24,14 +27,20 @@ BASE = "/api/v1"
 OPEN_PATHS = frozenset({"/", f"{BASE}/healthz"})  # no key needed
 
 
-def create_app(daemon: Daemon, settings: ServerSettings, api_key: str) -> Starlette:
-    """The ASGI app over a daemon that someone else starts and stops."""
+def create_app(daemon: Daemon, settings: ServerSettings, api_key: str, secret: bytes | None = None) -> Starlette:
+    """The ASGI app over a daemon that someone else starts and stops.
+
+    `secret` signs URLs and tokens; None: a fresh one, so that they end with this app.
+    """
+    secret = secret or token_bytes(32)
+    credentials = Credentials("" if settings.auth == "off" else api_key, secret)
+    signer = Signer(secret)
     app = Starlette(
         routes=routes(),
         middleware=[
             Middleware(AccessLog),
             Middleware(HostCheck, bound_to=settings.host),
-            Middleware(ApiKey, key="" if settings.auth == "off" else api_key, open_paths=OPEN_PATHS),
+            Middleware(ApiKey, credentials=credentials, signer=signer, open_paths=OPEN_PATHS),
             Middleware(BodyLimit, limit=settings.max_body_bytes),
         ],
         exception_handlers={OpenRLError: on_openrl_error, HTTPException: on_http_exception},
@@ -40,6 +49,8 @@ def create_app(daemon: Daemon, settings: ServerSettings, api_key: str) -> Starle
     app.router.redirect_slashes = False
     app.state.daemon = daemon
     app.state.settings = settings
+    app.state.signer = signer
+    app.state.credentials = credentials
     return app
 
 

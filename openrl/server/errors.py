@@ -49,9 +49,10 @@ def json_response(content: object, status: int = 200, headers: Mapping[str, str]
     return Response(encode_json(content), status, dict(headers or {}), media_type="application/json")
 
 
-def refusal(detail: str, status: int) -> Response:
+def refusal(detail: str, status: int, headers: Mapping[str, str] | None = None) -> Response:
     retry = RETRY_AFTER_SECONDS.get(status)
-    return json_response({"detail": detail}, status, {"retry-after": str(retry)} if retry else None)
+    more = {"retry-after": str(retry)} if retry else {}
+    return json_response({"detail": detail}, status, {**more, **(headers or {})})
 
 
 async def on_openrl_error(request: Request, error: Exception) -> Response:

@@ -5,7 +5,6 @@ Plain ASGI: starlette's `BaseHTTPMiddleware` would put a task and a queue betwee
 
 from __future__ import annotations
 
-import hmac
 import ipaddress
 import logging
 import time
@@ -14,10 +13,13 @@ from urllib.parse import urlsplit
 
 from starlette.datastructures import Headers, MutableHeaders
 from starlette.requests import ClientDisconnect
+from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from openrl.errors import TooLarge
+from openrl.errors import TooLarge, Unauthorized
+from openrl.server.credentials import Credentials, InvalidToken
 from openrl.server.errors import refusal
+from openrl.server.signing import SIGNED, Signer
 from openrl.telemetry.logs import bound
 
 access_log = logging.getLogger("openrl.access")
@@ -119,23 +121,35 @@ def is_loopback(host: str) -> bool:
 
 
 class ApiKey:
-    """Asks for the key in `X-API-Key` on every path but `open_paths`. An empty `key` asks for none."""
+    """Asks for a key or token in `X-API-Key` on every path but `open_paths`; below `/signed/` for a signature instead.
 
-    def __init__(self, app: ASGIApp, key: str, open_paths: frozenset[str]) -> None:
+    A bad token is answered so that the SDK exchanges its key for a new one and repeats the call (T45).
+    """
+
+    def __init__(self, app: ASGIApp, credentials: Credentials, signer: Signer, open_paths: frozenset[str]) -> None:
         self._app = app
-        self._key = key.encode()
+        self._credentials = credentials
+        self._signer = signer
         self._open = open_paths
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
-        if scope["type"] != "http" or not self._key or scope["path"] in self._open:
-            await self._app(scope, receive, send)
-            return
-        given = Headers(scope=scope).get("x-api-key")
-        if given is not None and hmac.compare_digest(given.encode(), self._key):
-            await self._app(scope, receive, send)
-            return
-        problem = "X-API-Key is missing" if given is None else "the API key is not this server's"
-        await refusal(f"{problem}; export the TINKER_API_KEY that `openrl serve` prints", 401)(scope, receive, send)
+        answer = self._refusal(scope) if scope["type"] == "http" else None
+        await (answer or self._app)(scope, receive, send)
+
+    def _refusal(self, scope: Scope) -> Response | None:
+        path: str = scope["path"]
+        if path in self._open:
+            return None
+        if path.startswith(SIGNED):
+            good = self._signer.check(path, scope["query_string"].decode("latin-1"))
+            return None if good else refusal("this URL has expired or was not made here; ask for a new one", 403)
+        try:
+            self._credentials.check(Headers(scope=scope).get("x-api-key"))
+        except InvalidToken as error:
+            return refusal(str(error), 401, {"www-authenticate": 'Bearer error="invalid_token"'})
+        except Unauthorized as error:
+            return refusal(str(error), 401)
+        return None
 
 
 class BodyLimit:

@@ -6,11 +6,11 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+
+from openrl.backends.torch.train import Trainer
 from support import tiny
 from support.reference import Reference
 from support.training import trainer
-
-from openrl.backends.torch.train import Trainer
 
 
 @pytest.fixture(scope="session")

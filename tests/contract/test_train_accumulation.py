@@ -8,6 +8,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+
+from openrl.backends.torch.train import Trainer
+from openrl.types import AdamParams, Array, Datum, LoraSpec, RunId, TrainOutput, TrainPayload
 from support.reference import Reference, distance
 from support.training import (
     RUN,
@@ -23,9 +26,6 @@ from support.training import (
     same,
     trainer,
 )
-
-from openrl.backends.torch.train import Trainer
-from openrl.types import AdamParams, Array, Datum, LoraSpec, RunId, TrainOutput, TrainPayload
 
 FLOAT32 = {"lp": 1e-5, "mean": 1e-6, "gradient": 1e-5, "loss": 1e-6}
 BFLOAT16 = {"lp": 5e-2, "mean": 5e-3, "gradient": 2e-2, "loss": 1e-3}

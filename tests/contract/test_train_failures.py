@@ -10,13 +10,13 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support.training import RUN, SPEC, ce, create, datum, forward_backward, item, on_policy, run_pass, same, trainer
 from torch import nn
 
 from openrl.backends.torch.model import open_model
 from openrl.backends.torch.train import Trainer
 from openrl.errors import BackendFault, BadRequest, OutOfMemory
 from openrl.types import AdamParams, RunId, TrainOutput, TrainPayload
+from support.training import RUN, SPEC, ce, create, datum, forward_backward, item, on_policy, run_pass, same, trainer
 
 OTHER = RunId("other")
 

@@ -14,14 +14,15 @@ import pytest
 import torch
 from peft import PeftModel
 from safetensors.numpy import load_file, save_file
-from support.training import RUN, SPEC, ce, create, forward, forward_backward, same, trainer
 from transformers import AutoModelForCausalLM
 
 from openrl.backends.torch.adapter_files import load_adapter
 from openrl.backends.torch.model import open_model
 from openrl.backends.torch.train import Trainer
+from openrl.checkpoints.peft import read_adapter
 from openrl.errors import BadRequest
 from openrl.types import AdamParams, LoraSpec, RunId
+from support.training import RUN, SPEC, ce, create, forward, forward_backward, same, trainer
 
 ADAM = AdamParams(learning_rate=3e-3, weight_decay=0.01, grad_clip_norm=5.0)
 FRESH = RunId("fresh")
@@ -209,8 +210,10 @@ def test_c3_spec_of_a_new_run_is_the_checkpoints(llama: Trainer, folder: Path, t
     again = tmp_path / "again"
     again.mkdir()
     llama.save(FRESH, again, optimizer=True, gradients=False)
-    for name in ("adapter_config.json", "adapter_model.safetensors", "optimizer.safetensors"):
-        assert (again / name).read_bytes() == (folder / name).read_bytes()
+    assert read_adapter(again).spec == spec
+    assert (again / "adapter_config.json").read_text() == (folder / "adapter_config.json").read_text()
+    for name in ("adapter_model.safetensors", "optimizer.safetensors"):
+        assert same(load_file(again / name), load_file(folder / name))
 
 
 @pytest.mark.parametrize(
@@ -275,6 +278,6 @@ def test_c3_missing_or_damaged_files(llama: Trainer, folder: Path, tmp_path: Pat
     for name, content, message in cases:
         with pytest.raises(BadRequest, match=message):
             llama.load(FRESH, broken(name, content), optimizer=True)
+    save_file({"t": np.array(1)}, folder / "optimizer.safetensors")
     with pytest.raises(BadRequest, match="m\\.model"):
-        save_file({"t": np.array(1)}, folder / "optimizer.safetensors")
         llama.load(FRESH, folder, optimizer=True)

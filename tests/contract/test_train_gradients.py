@@ -9,12 +9,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.reference import Reference, distance
-from support.training import RUN, SPEC, create, datum, forward_backward, on_policy, trainer
 
 from openrl.backends.torch.head import Head, Span
 from openrl.backends.torch.train import Trainer
 from openrl.types import LoraSpec, TrainPayload
+from support.reference import Reference, distance
+from support.training import RUN, SPEC, create, datum, forward_backward, on_policy, trainer
 
 LENGTHS = (5, 30, 17, 1, 22)  # 30 and 22 are beyond gemma's sliding window of 16
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
@@ -46,6 +46,15 @@ def test_gradient(family: str, loss: str, model_folder: Folders, references: Ref
     payload = TrainPayload(tuple(datum(loss, n, seed) for seed, n in enumerate(LENGTHS)), loss)
     if loss != "cross_entropy":
         payload = on_policy(held, payload)
+    check(held, references(family), payload)
+
+
+@pytest.mark.parametrize("family", ["mistral", "qwen2", "gemma2"])
+def test_other_families(family: str, model_folder: Folders, references: References, tmp_path: Path) -> None:
+    """Biases in attention, windows on all layers, capped scores and logits: whatever a family computes, so do we."""
+    held = trainer(model_folder(family), max_batch_tokens=64)
+    create(held, tmp_path)
+    payload = TrainPayload(tuple(datum("cross_entropy", n, seed) for seed, n in enumerate(LENGTHS)), "cross_entropy")
     check(held, references(family), payload)
 
 
@@ -96,7 +105,7 @@ def test_fresh_adapter(llama: Trainer, references: References, tmp_path: Path) -
 def test_logits_in_pieces(llama: Trainer, tmp_path: Path) -> None:
     """The head gives the same whether a datum's logits fit its buffer, share it, or need several rounds."""
     create(llama, tmp_path)
-    model, adapter = llama._model, llama._runs[RUN].adapter  # noqa: SLF001
+    model, adapter = llama._model, llama._runs[RUN].adapter
     rng = np.random.default_rng(0)
     lengths = (3, 9, 2, 2, 25)
     spans = [Span(adapter, rng.integers(0, model.vocab_size, (n, 2))) for n in lengths]

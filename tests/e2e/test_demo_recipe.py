@@ -11,6 +11,8 @@ from pathlib import Path
 import psutil
 import pytest
 
+from support.real_server import data_dir_with_models
+
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
 SHRUNKEN = {"eval-items": 24, "sft-steps": 6, "sft-batch": 12, "rl-steps": 1, "rl-groups": 4, "rl-samples": 4}
@@ -18,7 +20,8 @@ SHRUNKEN = {"eval-items": 24, "sft-steps": 6, "sft-batch": 12, "rl-steps": 1, "r
 
 def test_the_demo_command_teaches_held_out_sql_and_leaves_nothing_running(tmp_path: Path) -> None:
     flags = [part for name, value in SHRUNKEN.items() for part in (f"--{name}", str(value))]
-    command = [sys.executable, "-m", "openrl_recipes.demo", "--out", str(tmp_path), *flags]
+    data_dir = data_dir_with_models(tmp_path)
+    command = [sys.executable, "-m", "openrl_recipes.demo", "--out", str(tmp_path), "--data-dir", str(data_dir), *flags]
     environment = os.environ | {"OMP_WAIT_POLICY": "PASSIVE", "COLUMNS": "120"}
     ended = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=800, check=False)
     assert ended.returncode == 0, ended.stdout + ended.stderr

@@ -6,7 +6,16 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, Gemma3TextConfig, LlamaConfig, PreTrainedConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    Gemma3TextConfig,
+    LlamaConfig,
+    MistralConfig,
+    PreTrainedConfig,
+    Qwen2Config,
+    Qwen3Config,
+)
 
 VOCAB = 97
 
@@ -26,17 +35,25 @@ _COMMON: dict[str, Any] = {
 }
 
 
+_PLAIN: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
+FAMILIES = (*_PLAIN, "mistral", "gemma2", "gemma3")
+
+
 def config(family: str, *, tied: bool = True) -> PreTrainedConfig:
-    """`family`: llama, qwen3 or gemma3 (sliding window of 16 on two of its three layers)."""
+    """`family`: a supported one. gemma3 and gemma2 have a sliding window of 16 on some of their three layers, mistral
+    on all; gemma2 caps its logits and attention scores softly."""
     common = {**_COMMON, "tie_word_embeddings": tied}
-    if family == "llama":
-        return LlamaConfig(**common)
-    if family == "qwen3":
-        return Qwen3Config(**common)
+    if family in _PLAIN:
+        return _PLAIN[family](**common)
+    if family == "mistral":
+        return MistralConfig(**common, sliding_window=16)
+    if family == "gemma2":
+        caps = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}
+        return Gemma2Config(**common, **caps, sliding_window=16, query_pre_attn_scalar=8)
     if family == "gemma3":
         layers = ["sliding_attention", "sliding_attention", "full_attention"]
         return Gemma3TextConfig(**common, sliding_window=16, layer_types=layers, query_pre_attn_scalar=8)
-    raise ValueError(f"unknown family {family!r}; known: llama, qwen3, gemma3")
+    raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
 
 
 def build(folder: Path, family: str = "llama", *, tied: bool = True, seed: int = 0) -> Path:

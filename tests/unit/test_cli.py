@@ -20,7 +20,7 @@ from openrl import settings, version
 from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady, Stopping
 from openrl.errors import ModelError, NotReady, OpenRLError, SettingsError, Unauthorized
 from openrl.types import DeviceReport
-from openrl_cli import checks, console
+from openrl_cli import checks
 from openrl_cli.checks import State
 from openrl_cli.main import app, main
 from openrl_cli.progress import ModelBars
@@ -215,7 +215,7 @@ def test_serve_says_when_the_port_is_taken(tmp_path: Path, monkeypatch: pytest.M
 def test_what_serve_shows(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     found = settings.load({}).settings
     report = DeviceReport("cpu", "cpu", "bfloat16", 2, 3 << 29)
-    with ModelBars(console.err) as bars:
+    with ModelBars() as bars:
         display = Display(found, KEY, bars)
         display(Listening("http://127.0.0.1:8000"))
         for done in range(3):

@@ -151,7 +151,7 @@ def test_equals_a_float64_loop_s1() -> None:
         for _ in range(rows)
     ]
     positions = rng.integers(0, 5000, rows)
-    out = draw(logits, stack(knobs, vocab, CPU), positions)
+    out = draw(logits.clone(), stack(knobs, vocab, CPU), positions)
     for i, k in enumerate(knobs):
         params = SamplingParams(temperature=k.temperature, top_k=k.top_k, top_p=k.top_p)
         token, logprob = naive_draw(logits[i].double().numpy(), params, k.seed, int(positions[i]))
@@ -162,9 +162,9 @@ def test_equals_a_float64_loop_s1() -> None:
 def test_neighbours_do_not_matter_s11() -> None:
     logits = torch.randn(5, 300, generator=torch.Generator().manual_seed(0))
     knobs = [row(1), row(2, 0.5), row(3, top_k=3), row(4, 0.0), row(5, top_p=0.3)]
-    together = draw(logits, stack(knobs, 300, CPU), np.arange(5))
+    together = draw(logits.clone(), stack(knobs, 300, CPU), np.arange(5))
     for i, k in enumerate(knobs):
-        alone = draw(logits[i : i + 1], stack([k], 300, CPU), np.array([i]))
+        alone = draw(logits[i : i + 1].clone(), stack([k], 300, CPU), np.array([i]))
         assert together.tokens[i] == alone.tokens[0]
         assert together.logprobs[i].item() == pytest.approx(alone.logprobs[0].item(), abs=1e-6)
 

@@ -25,7 +25,8 @@ ALLOWED: dict[str, set[str]] = {
     "openrl.validation": {"openrl.losses"},
     "openrl.setting_kinds": set(),
     "openrl.settings": {"openrl.setting_kinds", "openrl.models"},
-    "openrl.apikey": {"openrl.settings"},
+    "openrl.apikey": {"openrl.private_file", "openrl.settings"},
+    "openrl.private_file": set(),
     "openrl.app_events": set(),
     "openrl.app": {
         "openrl.app_events",
@@ -44,7 +45,14 @@ ALLOWED: dict[str, set[str]] = {
         "openrl.store.records",
         "openrl.validation",
     },
-    "openrl.server": {"openrl.codec", "openrl.wire", "openrl.daemon", "openrl.store.records", "openrl.settings"},
+    "openrl.server": {
+        "openrl.codec",
+        "openrl.daemon",
+        "openrl.private_file",
+        "openrl.settings",
+        "openrl.store.records",
+        "openrl.wire",
+    },
     "openrl.daemon.work": set(),
     "openrl.daemon": {
         "openrl.backends.base",

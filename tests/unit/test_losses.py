@@ -8,10 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from support import reference
 
 from openrl.losses import LOSSES, Loss, evaluate
 from openrl.types import Array
+from support import reference
 
 Z = torch.tensor(
     [[2, 1, 0, -1], [0.5, 1.5, -0.5, 0], [0, 0, 1, 2], [1, 1, 1, 1], [-1, 0, 3, 0.5], [0.2, -0.3, 0.7, 1.1]],

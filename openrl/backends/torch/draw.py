@@ -107,54 +107,69 @@ class Drawn:
 
 
 def draw(logits: Tensor, knobs: Knobs, positions: npt.NDArray[np.int64]) -> Drawn:
-    """Draw one token a row from float32 logits [R, V]; `positions` [R] are those that the tokens will take.
+    """Draw one token a row from float32 logits [R, V], which are overwritten; `positions` [R] are those of the tokens.
 
     Logprobs are of log_softmax(z / temperature) before top-k and top-p (S1, S2), at temperature 1 for greedy rows (S3).
     """
-    logprobs = _scaled_logprobs(logits, knobs.temperature)
-    if knobs.all_greedy:
-        tokens = logits.argmax(-1)
+    best = None if knobs.greedy is None else logits.argmax(-1)
+    # The maximum goes first: a tiny temperature would otherwise overflow.
+    scaled = logits.sub_(logits.amax(-1, keepdim=True))
+    if knobs.temperature is not None:
+        scaled.div_(knobs.temperature)
+    weights, mass = _weights(scaled)
+    log_total = mass.sum(-1, keepdim=True).log().float()
+    if best is not None and knobs.all_greedy:
+        tokens = best
     else:
+        if knobs.truncation is not None:
+            weights, mass = _truncated(weights, mass, scaled, log_total, knobs.truncation)
         u = torch.from_numpy(uniforms(knobs.seeds, positions)).to(logits.device)
-        tokens = _sample(logprobs, u, knobs.truncation)
-        if knobs.greedy is not None:
-            tokens = torch.where(knobs.greedy, logits.argmax(-1), tokens)
-    chosen = logprobs.gather(-1, tokens[:, None])[:, 0]
+        tokens = _invert(weights, mass, u)
+        if best is not None and knobs.greedy is not None:
+            tokens = torch.where(knobs.greedy, best, tokens)
+    chosen = (scaled.gather(-1, tokens[:, None]) - log_total)[:, 0]
     if not knobs.top:
         return Drawn(tokens, chosen, None, None)
-    top = logprobs.topk(knobs.top, -1)
-    return Drawn(tokens, chosen, top.indices, top.values)
+    top = scaled.topk(knobs.top, -1)
+    return Drawn(tokens, chosen, top.indices, top.values - log_total)
 
 
-def _scaled_logprobs(logits: Tensor, temperature: Tensor | None) -> Tensor:
-    if temperature is None:
-        return logits.log_softmax(-1)
-    # The maximum goes first: a tiny temperature would otherwise overflow and leave inf - inf.
-    return ((logits - logits.amax(-1, keepdim=True)) / temperature).log_softmax(-1)
-
-
-def _sample(logprobs: Tensor, u: Tensor, truncation: Truncation | None) -> Tensor:
-    rows, vocab = logprobs.shape
+def _weights(scaled: Tensor) -> tuple[Tensor, Tensor]:
+    """exp of [R, V] in blocks [R, blocks, _BLOCK], zero past V, and the blocks' sums in float64 [R, blocks]."""
+    rows, vocab = scaled.shape
     width = -(-vocab // _BLOCK) * _BLOCK
-    weights = logprobs.new_empty(rows, width)
+    weights = scaled.new_empty(rows, width)
     weights[:, vocab:] = 0
-    torch.exp(logprobs, out=weights[:, :vocab])
-    if truncation is not None:
-        keep = kept(logprobs[truncation.rows], truncation.top_k, truncation.top_p)
-        weights[truncation.rows] *= functional.pad(keep, (0, width - vocab))
-    return _invert(weights, u)
+    torch.exp(scaled, out=weights[:, :vocab])
+    return _blocks(weights)
 
 
-def _invert(weights: Tensor, u: Tensor) -> Tensor:
-    """Inverse CDF in id order: the first token whose cumulative weight exceeds u times the total, in float64.
-
-    `weights` float32 [R, blocks * _BLOCK], not normalised. Blocks first, then inside the block that was hit: the
-    same answer as one long cumulative sum, with 256 times less of it.
-    """
+def _blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
+    # A block's sum in float32 is as exact as its weights are; over all blocks it would not be.
     grid = weights.unflatten(-1, (-1, _BLOCK))
-    block_mass = grid.sum(-1, dtype=torch.float64)
-    block, rest = _find(block_mass, u * block_mass.sum(-1))
-    inside = grid[torch.arange(len(grid), device=grid.device), block].double()
+    return grid, grid.sum(-1).double()
+
+
+def _truncated(
+    weights: Tensor, mass: Tensor, scaled: Tensor, log_total: Tensor, truncation: Truncation
+) -> tuple[Tensor, Tensor]:
+    """`weights` and `mass` with what top-k and top-p cut away set to zero."""
+    rows = truncation.rows
+    keep = kept(scaled[rows] - log_total[rows], truncation.top_k, truncation.top_p)
+    flat = weights.flatten(1)
+    flat[rows] *= functional.pad(keep, (0, flat.shape[1] - keep.shape[1]))
+    mass[rows] = _blocks(flat[rows])[1]
+    return weights, mass
+
+
+def _invert(weights: Tensor, mass: Tensor, u: Tensor) -> Tensor:
+    """Inverse CDF in id order: the first token whose cumulative weight exceeds u times the total.
+
+    Float64 sums over blocks first, then inside the block that was hit: the answer of one long cumulative sum, with
+    256 times less of it.
+    """
+    block, rest = _find(mass, u * mass.sum(-1))
+    inside = weights[torch.arange(len(weights), device=weights.device), block].double()
     offset, _ = _find(inside, rest)
     return block * _BLOCK + offset
 

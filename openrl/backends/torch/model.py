@@ -83,7 +83,9 @@ def open_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Causal
             f"model family {config.model_type!r} is not supported by the PyTorch backend.",
             f"Supported: {', '.join(sorted(FAMILIES))}.",
         )
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation="sdpa")
+    # The fused attention kernels cannot cap scores softly, as Gemma 2 does.
+    attention = "eager" if config.model_type == "gemma2" else "sdpa"
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
     model.to(device).eval().requires_grad_(False)
     parameters = sum(p.numel() for p in model.parameters())  # a tied head counts once
     routing = Routing()
@@ -97,7 +99,7 @@ def open_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Causal
         softcap=getattr(config, "final_logit_softcapping", None),
         routing=routing,
         shapes=shapes,
-        config=config,
+        config=model.config,
         eos_ids=_eos_ids(folder, config),
         parameters=parameters,
         dtype=dtype,

@@ -18,6 +18,7 @@ from openrl.backends.torch.adapter_cache import AdapterCache, AdapterLoader
 from openrl.backends.torch.adapter_files import load_adapter
 from openrl.backends.torch.memory import is_out_of_memory
 from openrl.backends.torch.model import CausalLM
+from openrl.backends.torch.packed import pack
 from openrl.backends.torch.runner import Runner, Token
 from openrl.backends.torch.schedule import Prefix, Schedule
 from openrl.backends.torch.sequences import Job, PromptScores, Sequence, row_knobs
@@ -49,6 +50,7 @@ class Sampler:
     ) -> None:
         usual = _PREFILL_TOKENS_CPU if model.device.type == "cpu" else _PREFILL_TOKENS_GPU
         load = load or (lambda ref: load_adapter(ref.folder, model.shapes, model.device))
+        pack(model)
         self._model = model
         self._max_kv_tokens = max_kv_tokens
         self._runner = Runner(model, max_rows, max_kv_tokens)
