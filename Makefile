@@ -2,6 +2,9 @@
 #
 #   make demo     text-to-SQL on the embedded model, about five minutes on two CPU cores; writes demo-out/
 #   make test     lint, type check, unit, contract and end-to-end tests
+#   make test-sdks  a whole training loop under each older release of the tinker SDK in SDKS, and under the newest
+#   make compat   every public name and command of the SDK against a running server; writes docs/compatibility.md
+#   make cookbook   recipes and server tests of the unmodified tinker-cookbook, offline; writes docs/cookbook.md
 #   make lint     format and lint checks, type check
 #   make bench    tokens a second against plain transformers + PEFT
 #   make clean    remove the environment and everything built or written here
@@ -11,11 +14,13 @@
 #   PYTHON        the Python that makes it
 #   TORCH         what to install as PyTorch where it is absent. The default is right for a machine without a GPU; on
 #                 a GPU machine pick the build for your driver: make demo TORCH="torch --index-url URL-OF-THE-BUILD"
+#   SDKS          older releases of the SDK that test-sdks runs
 #   ARGS          more options for demo, bench or pytest: make demo ARGS="--rl-steps 20"
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+SDKS ?= 0.7.0 0.13.1 0.18.1 0.26.2 0.30.4 0.34.0
 ARGS ?=
 
 BIN := $(VENV)/bin
@@ -25,7 +30,7 @@ MODEL := smollm2-135m-instruct
 # Idle OpenMP threads would spin and take the cores from the other process: server and client share this machine.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test lint bench clean
+.PHONY: demo test test-sdks compat cookbook cookbook-env lint bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -35,6 +40,19 @@ demo: $(VENV)/.demo
 test: lint
 	$(BIN)/openrl models pull $(MODEL)
 	$(BIN)/python -m pytest $(ARGS)
+
+test-sdks: $(VENV)/.dev $(SDKS:%=$(VENV)/sdks/%/.made)
+	PYTHONPATH=tests $(BIN)/python tests/sdks/run.py $(SDKS:%=$(VENV)/sdks/%/bin/python) $(BIN)/python
+
+compat: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m compat.table docs/compatibility.md
+
+# About half an hour on two cores. `cookbook-env` alone makes `make test` run a small part of it.
+cookbook: cookbook-env
+	$(BIN)/openrl models pull $(MODEL)
+	PYTHONPATH=tests $(BIN)/python -m cookbook.run --env $(VENV)/cookbook --write docs/cookbook.md $(ARGS)
+
+cookbook-env: $(VENV)/cookbook/.ready
 
 lint: $(VENV)/.dev
 	$(BIN)/ruff format --check .
@@ -59,6 +77,15 @@ $(VENV)/.demo: pyproject.toml $(VENV)/.torch
 $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 	$(PIP) --editable '.[dev]'
 	@touch $@ $(VENV)/.demo
+
+# An environment for one release of the SDK; it shares what the main one has.
+$(VENV)/sdks/%/.made: tests/sdks/environment.py | $(VENV)/.dev
+	$(BIN)/python tests/sdks/environment.py $* $(@D)
+	@touch $@
+
+# The cookbook lies over the main environment, so that torch and transformers are not installed again.
+$(VENV)/cookbook/.ready: tests/cookbook/environment.sh tests/cookbook/requirements.txt | $(VENV)/.dev
+	sh tests/cookbook/environment.sh $(BIN)/python $(VENV)/cookbook
 
 clean:
 	rm -rf $(VENV) build dist demo-out .pytest_cache .ruff_cache .hypothesis

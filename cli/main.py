@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from openrl.errors import OpenRLError, SettingsError
-from openrl_cli import bench, config, doctor, models, serve, status, version
+from openrl_cli import bench, checkpoints, config, doctor, models, serve, status, version
 from openrl_cli.console import show_error
 
 app = typer.Typer(
@@ -20,6 +20,7 @@ app = typer.Typer(
 )
 app.command()(serve.serve)
 app.add_typer(models.app, name="models")
+app.add_typer(checkpoints.app, name="checkpoints")
 app.command()(status.status)
 app.command()(config.config)
 app.command()(doctor.doctor)

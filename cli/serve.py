@@ -14,7 +14,7 @@ from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady,
 from openrl.errors import OpenRLError, SettingsError
 from openrl.models import catalog
 from openrl.models.catalog import Kind
-from openrl.settings import Settings, load
+from openrl.settings import Settings, is_loopback, load
 from openrl.telemetry import logs
 from openrl.version import VERSION
 from openrl_cli import console, options
@@ -146,6 +146,8 @@ def export_lines(settings: Settings, key: str, url: str) -> list[str]:
     lines = [f"export TINKER_BASE_URL={url}", f"export TINKER_API_KEY={key}"]
     if any(spec.aliases or catalog.kind(spec.source) is not Kind.HUB for spec in settings.models):
         lines.append("export HF_HUB_OFFLINE=1  # tokenizers are in the local cache: load them without asking the hub")
+    if not is_loopback(settings.server.host):
+        lines.append(f"# on another machine, instead of HF_HUB_OFFLINE:  export HF_ENDPOINT={url}/hf")
     return lines
 
 

@@ -16,6 +16,8 @@ from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady,
 from openrl.backends.registry import check_backend
 from openrl.daemon.daemon import Daemon
 from openrl.daemon.models import Model, ModelPool
+from openrl.instance import Owner, owning
+from openrl.models.hub_files import HubFiles
 from openrl.models.info import describe
 from openrl.models.store import locate
 from openrl.server.app import create_app
@@ -34,11 +36,12 @@ OnEvent = Callable[[ServeEvent], None]
 def serve(settings: Settings, api_key: str, on_event: OnEvent) -> int:
     """Serve until interrupted: once ends gracefully, twice at once. Returns the exit code.
 
-    Raises ModelError for a backend that cannot be served, OSError when the port is taken, both before any work.
+    Raises ModelError for a backend that cannot be served, OSError when the port is taken, and NotReady when another
+    server has the data folder, all before any work.
     """
     check_backend(settings.engine.backend)
-    listener = _listen(settings.server.host, settings.server.port)
-    return asyncio.run(_serve(settings, api_key, on_event, listener))
+    with _listen(settings.server.host, settings.server.port) as listener, owning(settings.data_dir) as owner:
+        return asyncio.run(_serve(settings, api_key, on_event, listener, owner))
 
 
 def build(settings: Settings, on_event: OnEvent) -> Daemon:
@@ -111,17 +114,19 @@ class _Server(uvicorn.Server):
         self.should_exit = True
 
 
-async def _serve(settings: Settings, api_key: str, on_event: OnEvent, listener: socket.socket) -> int:
+async def _serve(settings: Settings, api_key: str, on_event: OnEvent, listener: socket.socket, owner: Owner) -> int:
     daemon = build(settings, on_event)
 
     @asynccontextmanager
     async def life(_app: object) -> AsyncGenerator[None]:
         await daemon.start()
+        owner.announce(_url(listener))
         on_event(Listening(_url(listener)))
         yield
         await daemon.stop()
 
-    app = create_app(daemon, settings.server, api_key, signing_key(settings.data_dir))
+    hub_files = HubFiles(settings.models, settings.data_dir, settings.hub.datasets_dir)
+    app = create_app(daemon, settings.server, api_key, signing_key(settings.data_dir), hub_files)
     app.router.lifespan_context = life
     config = uvicorn.Config(
         app,

@@ -52,6 +52,11 @@ def to_object(value: Any) -> Any:
     return to_jsonable_python(value, inf_nan_mode="strings")
 
 
+def as_text(value: Any) -> str:
+    """A JSON value as the wire's string maps hold it: strings as they are, anything else as JSON (T24)."""
+    return value if isinstance(value, str) else encode_json(value).decode()
+
+
 def _explain(error: ValidationError, what: str) -> str:
     details = error.errors(include_url=False, include_context=True)
     shown = [_one(detail, what) for detail in details[:3]]

@@ -57,6 +57,21 @@ class DaemonSettings:
 
 
 @dataclass(frozen=True, slots=True)
+class HubSettings:
+    datasets_dir: Path | None = None  # ORG/NAME folders that the hub look-alike gives out
+
+
+@dataclass(frozen=True, slots=True)
+class BillingSettings:
+    """Prices that the billing reports put on metered use, in USD."""
+
+    price_prefill: float = 0.0  # a million prompt tokens of samples
+    price_sample: float = 0.0  # a million drawn tokens
+    price_train: float = 0.0  # a million tokens of forward and forward_backward
+    price_storage: float = 0.0  # a gigabyte of checkpoints for 720 hours
+
+
+@dataclass(frozen=True, slots=True)
 class LogSettings:
     folder: Path = field(default_factory=lambda: platformdirs.user_log_path("openrl"))
     level: str = "info"  # of the log files; the terminal gets warnings
@@ -69,7 +84,9 @@ class Settings:
     server: ServerSettings
     engine: EngineSettings
     daemon: DaemonSettings
+    billing: BillingSettings = field(default_factory=BillingSettings)
     log: LogSettings = field(default_factory=LogSettings)
+    hub: HubSettings = field(default_factory=HubSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -202,6 +219,36 @@ SETTINGS: tuple[Setting, ...] = (
     ),
     Setting("daemon.shutdown_grace", Number(0, 3600), 30.0, "Seconds that running work gets to end at a shutdown."),
     Setting(
+        "hub.datasets_dir",
+        Folder(),
+        None,
+        "Folder of small data sets (`ORG/NAME/...`) that clients with `HF_ENDPOINT=<server>/hf` can load.",
+    ),
+    Setting(
+        "billing.price_prefill",
+        Number(0, 1e6),
+        0.0,
+        "Price in USD of a million prompt tokens of samples, for `tinker billing`.",
+    ),
+    Setting(
+        "billing.price_sample",
+        Number(0, 1e6),
+        0.0,
+        "Price in USD of a million drawn tokens.",
+    ),
+    Setting(
+        "billing.price_train",
+        Number(0, 1e6),
+        0.0,
+        "Price in USD of a million tokens of forward and forward_backward.",
+    ),
+    Setting(
+        "billing.price_storage",
+        Number(0, 1e6),
+        0.0,
+        "Price in USD of a gigabyte of checkpoints for a month of 720 hours.",
+    ),
+    Setting(
         "log.folder", Folder(), platformdirs.user_log_path("openrl"), "Where the log files (JSON lines) are written."
     ),
     Setting(
@@ -243,7 +290,9 @@ def resolve(flags: Mapping[str, object], env: Mapping[str, str], file: Path | No
         server=ServerSettings(**_group(by_key, "server", without="api_key")),
         engine=EngineSettings(**_group(by_key, "engine")),
         daemon=DaemonSettings(**_group(by_key, "daemon")),
+        billing=BillingSettings(**_group(by_key, "billing")),
         log=LogSettings(**_group(by_key, "log")),
+        hub=HubSettings(**_group(by_key, "hub")),
     )
     _check_together(settings)
     return Resolved(settings, values, by_key["server.api_key"])

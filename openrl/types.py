@@ -34,6 +34,7 @@ class Op(StrEnum):
     OPTIM_STEP = "optim_step"
     SAVE_STATE = "save_weights"
     SAVE_SAMPLER = "save_weights_for_sampler"
+    SAVE_EXTERNAL = "save_weights_external"
     LOAD_STATE = "load_weights"
     UNLOAD = "unload_model"
     SAMPLE = "sample"
@@ -44,6 +45,7 @@ class CheckpointKind(StrEnum):
 
     TRAINING = "weights"
     SAMPLER = "sampler_weights"
+    EXTERNAL = "external_weights"
 
 
 # ---- training ----

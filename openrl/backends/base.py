@@ -111,6 +111,11 @@ class SampleBackend(Protocol):
         """Whether `step` has work."""
         ...
 
+    @property
+    def active(self) -> list[RequestId]:
+        """The request of each sequence that has a row now, one entry a row: who shares the device's time."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:

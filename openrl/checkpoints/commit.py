@@ -5,7 +5,9 @@ from __future__ import annotations
 import os
 import shutil
 import sys
-from collections.abc import Iterator
+from collections import Counter
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
 from dataclasses import replace
 from pathlib import Path
 
@@ -22,6 +24,7 @@ class CheckpointFolders:
 
     def __init__(self, root: Path) -> None:
         self.root = root
+        self._held: Counter[str] = Counter()
         root.mkdir(parents=True, exist_ok=True)
 
     def stage(self, folder: Path) -> Path:
@@ -50,6 +53,31 @@ class CheckpointFolders:
 
     def absolute(self, folder: str) -> Path:
         return self.root / folder
+
+    @contextmanager
+    def hold(self, folder: str) -> Generator[None]:
+        """Someone reads the folder for the time of the block; called on the event loop only."""
+        self._held[folder] += 1
+        try:
+            yield
+        finally:
+            self._held[folder] -= 1
+            if not self._held[folder]:
+                del self._held[folder]
+
+    def is_held(self, folder: str) -> bool:
+        return folder in self._held
+
+    def describe(self, checkpoint: Checkpoint) -> None:
+        """Bring a folder's manifest up to what its row says by now: expiry, publication."""
+        folder = self.root / checkpoint.folder
+        draft = folder / (TEMPORARY + manifest.FILE)
+        draft.write_text(manifest.to_json(checkpoint, manifest.read_files(folder)))
+        draft.rename(folder / manifest.FILE)
+
+    def withdraw(self, folder: str) -> None:
+        """Files that stay for those who read them, but are no checkpoint any more, also for `scan`."""
+        (self.root / folder / manifest.FILE).unlink(missing_ok=True)
 
     def remove(self, folder: str) -> None:
         """Remove a folder: renamed first, so that a crash half-way leaves a leftover rather than a torn checkpoint."""

@@ -50,6 +50,15 @@ def read(folder: Path) -> Checkpoint:
         raise ValueError(f"{folder} has no readable {FILE}: {error}") from error
 
 
+def read_files(folder: Path) -> dict[str, FileDigest]:
+    """The digests that a folder's manifest holds, without reading the files."""
+    try:
+        files: dict[str, dict[str, Any]] = json.loads((folder / FILE).read_text())["files"]
+        return {name: FileDigest(**digest) for name, digest in files.items()}
+    except (OSError, KeyError, TypeError) as error:
+        raise ValueError(f"{folder} has no readable {FILE}: {error}") from error
+
+
 def _digest(path: Path) -> FileDigest:
     with path.open("rb") as file:
         return FileDigest(path.stat().st_size, hashlib.file_digest(file, "sha256").hexdigest())

@@ -23,13 +23,14 @@ ALPHA = 32  # A1
 ATTN_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
 HEAD_NAME = "lm_head"
+ARCHIVE_HEAD = "model.unembed_tokens"  # the head's name in a Tinker archive (A15)
 
 CONFIG_FILE = "adapter_config.json"
 ADAPTER_FILE = "adapter_model.safetensors"
 OPTIMIZER_FILE = "optimizer.safetensors"
 GRADIENTS_FILE = "gradients.safetensors"
 
-_PREFIX, _SUFFIX = "base_model.model.", ".weight"
+PREFIX, SUFFIX = "base_model.model.", ".weight"
 _SEED = "openrl_seed"  # in the file's metadata, since PEFT warns of keys in the config that it does not know
 
 
@@ -48,7 +49,7 @@ class AdapterFolder:
 def write_adapter(into: Path, spec: LoraSpec, tensors: Mapping[str, Array], base_model: str) -> None:
     """Write `adapter_config.json` (A14) and `adapter_model.safetensors` (A15) into an existing folder."""
     (into / CONFIG_FILE).write_text(json.dumps(_config(spec, tensors, base_model), indent=2) + "\n")
-    named = {f"{_PREFIX}{name}{_SUFFIX}": tensor for name, tensor in tensors.items()}
+    named = {f"{PREFIX}{name}{SUFFIX}": tensor for name, tensor in tensors.items()}
     save_file(named, into / ADAPTER_FILE, metadata={"format": "pt", _SEED: str(spec.seed)})
 
 
@@ -115,11 +116,11 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def _layer_name(key: str) -> str:
-    name = key.removeprefix(_PREFIX).removesuffix(_SUFFIX)
-    legal = key.startswith(_PREFIX) and key.endswith(_SUFFIX) and name.count(".")
+    name = key.removeprefix(PREFIX).removesuffix(SUFFIX)
+    legal = key.startswith(PREFIX) and key.endswith(SUFFIX) and name.count(".")
     if not legal or name.rpartition(".")[2] not in ("lora_A", "lora_B"):
         raise BadRequest(
-            f"{ADAPTER_FILE} has the tensor {key!r}; expected {_PREFIX}<layer>.lora_A{_SUFFIX} or .lora_B{_SUFFIX}."
+            f"{ADAPTER_FILE} has the tensor {key!r}; expected {PREFIX}<layer>.lora_A{SUFFIX} or .lora_B{SUFFIX}."
         )
     return name
 

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import asyncio
 
+from openrl.checkpoints import age
 from openrl.checkpoints.layout import parse
 from openrl.daemon.execute import check_spec
-from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveSampler, SaveState, Train, Work
+from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveExternal, SaveSampler, SaveState, Train, Work
 from openrl.errors import OpenRLError
 from openrl.types import LoraSpec, ModelInfo
 from openrl.validation import check_adam, check_checkpoint_name, check_optimizer, check_train, check_ttl
@@ -44,6 +45,11 @@ async def check_work(work: Work, info: ModelInfo | None) -> None:
             if name is not None:
                 check_checkpoint_name(name)
             check_ttl(ttl)
+        case SaveExternal(name, ttl, recipients):
+            check_checkpoint_name(name)
+            check_ttl(ttl)
+            if recipients:
+                age.check_recipients(recipients)
         case LoadState(path=path):
             parse(path)
         case _:

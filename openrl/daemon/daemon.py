@@ -11,21 +11,24 @@ import secrets
 import sqlite3
 import time
 from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.layout import parse
+from openrl.daemon.checkpoint_life import CheckpointLife
 from openrl.daemon.checks import check_new_run, check_work
 from openrl.daemon.codec import Codec
+from openrl.daemon.copying import Copying
+from openrl.daemon.disposal import Disposal
 from openrl.daemon.execute import Executor
 from openrl.daemon.futures import Futures, request_id
 from openrl.daemon.housekeeping import Housekeeping
 from openrl.daemon.models import ModelPool
+from openrl.daemon.records import Records
 from openrl.daemon.recovery import Recovery, find_checkpoint
 from openrl.daemon.runs import Entry, RunHandle, Runs
 from openrl.daemon.samplers import Samplers, Sampling, sampler_id
-from openrl.daemon.saving import Saving, check_loadable
+from openrl.daemon.saving import Saving, check_drawable, check_loadable
 from openrl.daemon.scheduler import Scheduler
 from openrl.daemon.sessions import Sessions
 from openrl.daemon.start import restore
@@ -33,6 +36,7 @@ from openrl.daemon.status import describe, picture
 from openrl.daemon.work import Finished, LoadState, ModelStatus, NewRun, NewSession, Pending, Raw, Unload, Work
 from openrl.errors import BadRequest, NotReady, OpenRLError
 from openrl.settings import Settings
+from openrl.store import audit
 from openrl.store import runs as run_store
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, Run, RunState, Sampler
@@ -52,12 +56,16 @@ class Daemon:
         self._folders = CheckpointFolders(settings.data_dir / "checkpoints")
         limits = settings.daemon
         self._sessions = Sessions(self._db, limits.session_timeout)
+        self.rest = Records(self._db, self._sessions, settings.billing)
         self._runs = Runs()
         self._samplers = Samplers(self._db)
         self._futures = Futures(self._db)
         self._futures.describe = lambda request: describe(request, self._runs, self._samplers, pool)
         self._recovery = Recovery(self._db, self._folders, codec)
-        saving = Saving(self._db, self._folders, self._samplers, pool)
+        disposal = Disposal(self._db, self._folders)
+        copying = Copying(self._db, self._folders, self._sessions, self._runs)
+        self.life = CheckpointLife(self._db, self._folders, self._runs, disposal, copying)
+        saving = Saving(self._db, self._folders, disposal, self._samplers, pool)
         executor = Executor(codec, self._futures, self._recovery, saving)
         self._scheduler = Scheduler(
             self._runs,
@@ -71,7 +79,7 @@ class Daemon:
             self._samplers, pool, self._futures, codec, self._folders.root, limits.max_inflight_samples
         )
         self._housekeeping = Housekeeping(
-            self._db, self._sessions, self._runs, executor, self._recovery, self._folders, limits
+            self._db, self._sessions, self._runs, executor, self._recovery, self._folders, self.life, limits
         )
         self._tasks: list[asyncio.Task[None]] = []
         self._started_at = time.time()
@@ -200,6 +208,7 @@ class Daemon:
         def effect(db: sqlite3.Connection) -> None:
             if refused is None:
                 run_store.insert(db, run)
+                audit.write(db, "run_create", session=run.session_id, run=run.id, base_model=run.base_model)
 
         if await self._futures.accept(run.id, 0, op, raw, refused, effect) and refused is None:
             handle = self._runs.add(run)
@@ -269,6 +278,7 @@ class Daemon:
         folder = None
         if model_path is not None:
             checkpoint = await find_checkpoint(self._db, model_path)
+            check_drawable(checkpoint)
             base_model, folder = base_model or checkpoint.base_model, checkpoint.folder
             if self._pool.find(base_model) is not self._pool.find(checkpoint.base_model):
                 raise BadRequest(f"base_model is {base_model!r}, but {model_path} is of {checkpoint.base_model!r}.")
@@ -298,10 +308,6 @@ class Daemon:
     async def checkpoint(self, path: str) -> Checkpoint:
         """Raises NotFound, BadRequest for a malformed path."""
         return await find_checkpoint(self._db, str(parse(path)))
-
-    def checkpoint_folder(self, checkpoint: Checkpoint) -> Path:
-        """Where a checkpoint's files are."""
-        return self._folders.absolute(checkpoint.folder)
 
     def status(self) -> dict[str, Any]:
         """A JSON-ready picture of the server: models, runs, queue, device."""

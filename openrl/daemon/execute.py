@@ -10,10 +10,12 @@ from dataclasses import dataclass
 from openrl.backends.base import TrainItem
 from openrl.daemon.codec import Codec, Result
 from openrl.daemon.futures import Effect, Futures
+from openrl.daemon.ledger import note_result
 from openrl.daemon.recovery import Recovery
 from openrl.daemon.runs import MUTATING, Entry, RunHandle
 from openrl.daemon.saving import Saving
-from openrl.daemon.work import LoadState, OptimStep, SaveSampler, SaveState, Train
+from openrl.daemon.timing import Timing
+from openrl.daemon.work import LoadState, OptimStep, SaveExternal, SaveSampler, SaveState, Train
 from openrl.errors import OpenRLError, WorkerDied
 from openrl.store import runs
 from openrl.store.records import RunState
@@ -50,11 +52,12 @@ class Executor:
         """Carry out a batch. Raises only `WorkerDied`: the members that had not ended then are still queued."""
         present: list[Member] = []
         for handle, entry in members:
-            entry.started_at = time.time()
+            entry.timing = Timing(dispatched_at=time.time())
             try:
                 if entry.work is None:
                     check_spec(handle.run.spec, info)
                 await self._recovery.bring(handle, worker)
+                entry.timing.sent_at = time.time()
                 present.append((handle, entry))
             except WorkerDied:
                 raise
@@ -71,7 +74,7 @@ class Executor:
             assert isinstance(entry.work, Train)
             items.append(TrainItem(entry.id, handle.id, entry.work.payload, entry.work.backward))
         try:
-            results = await worker.call(messages.TrainPass(tuple(items)))
+            results = await self._pass(members, items, worker)
         except WorkerDied:
             raise
         except OpenRLError as error:
@@ -81,13 +84,22 @@ class Executor:
             for member in members:  # someone's data broke the pass; alone, each fails or works for itself
                 await self._train([member], worker)
             return
-        assert isinstance(results, dict)
         for handle, entry in members:
             result = results[entry.id]
             if isinstance(result, OpenRLError):
                 await self.fail(handle, entry, result)
             else:
                 await self._finish(handle, entry, Outcome(result))
+
+    async def _pass(self, members: list[Member], items: list[TrainItem], worker: Worker) -> messages.PassResult:
+        """Run a pass; each member gets its tokens' share of the device time."""
+        watch = messages.Stopwatch()
+        results = await worker.call(messages.TrainPass(tuple(items)), watch)
+        assert isinstance(results, dict)
+        tokens = sum(entry.tokens for _, entry in members) or 1
+        for _, entry in members:
+            entry.timing.watch = messages.Stopwatch(watch.started_at, watch.seconds * entry.tokens / tokens)
+        return results
 
     async def _single(self, handle: RunHandle, entry: Entry, worker: Worker) -> None:
         try:
@@ -105,7 +117,7 @@ class Executor:
             case None:  # `bring` made the adapter
                 return Outcome({"model_id": handle.id, "type": "create_model"}, state=RunState.LIVE)
             case OptimStep(adam):
-                output = await worker.call(messages.OptimStep(handle.id, adam))
+                output = await worker.call(messages.OptimStep(handle.id, adam), entry.timing.watch)
                 assert isinstance(output, OptimOutput)
                 return Outcome(output)
             case SaveState() as save:
@@ -114,10 +126,13 @@ class Executor:
             case SaveSampler() as save:
                 saved = await self._saving.sampler(handle, worker, save)
                 return Outcome({**saved.answer, "type": "save_weights_for_sampler"}, saved.effect)
+            case SaveExternal() as save:
+                saved = await self._saving.external(handle, worker, save)
+                return Outcome({**saved.answer, "type": "save_weights_external"}, saved.effect)
             case LoadState() as load:
-                source = await self._saving.loadable(handle, load)
-                await worker.call(messages.Load(handle.id, source, optimizer=load.optimizer))
-                return Outcome({"path": load.path, "model_id": handle.id, "type": "load_weights"}, state=RunState.LIVE)
+                loaded = await self._saving.load(handle, worker, entry.id, load)
+                answer = {"path": load.path, "model_id": handle.id, "type": "load_weights"}
+                return Outcome(answer, loaded, state=RunState.LIVE)
             case _:  # Unload
                 await worker.call(messages.DropRun(handle.id))
                 handle.worker = None
@@ -132,22 +147,32 @@ class Executor:
             entry.id,
             content_type,
             body,
-            started_at=entry.started_at,
+            dispatched_at=entry.timing.dispatched_at,
+            started_at=entry.timing.started_at,
             keep_payload=entry.op in MUTATING,
-            effect=_with_cursor(handle, outcome.effect, outcome.state),
+            effect=_with_cursor(handle, _noted(handle, entry, outcome), outcome.state),
         )
         handle.queue.advance()
         if outcome.state is not None:
             handle.set_state(outcome.state)
         if outcome.stale is not None:
-            await asyncio.to_thread(self._saving.remove_stale, outcome.stale)
+            await self._saving.remove_stale(outcome.stale)
 
     async def fail(self, handle: RunHandle, entry: Entry, error: OpenRLError, *, keep_payload: bool = False) -> None:
         """End the run's head with an error; the run itself goes on (O9)."""
         creating = entry.seq == 0
         state = RunState.BROKEN if creating else None
         effect = _with_cursor(handle, None, state, str(error))
-        await self._futures.fail(entry.id, error, keep_payload=keep_payload, effect=effect)
+        timing = entry.timing
+        sent = timing.started_at if timing.sent_at else None
+        await self._futures.fail(
+            entry.id,
+            error,
+            dispatched_at=timing.dispatched_at,
+            started_at=sent,
+            keep_payload=keep_payload,
+            effect=effect,
+        )
         handle.queue.advance()
         if state is not None:
             handle.set_state(state, str(error))
@@ -184,6 +209,17 @@ def check_spec(spec: LoraSpec, info: ModelInfo) -> None:
         train_mlp=spec.train_mlp,
         train_unembed=spec.train_unembed,
     )
+
+
+def _noted(handle: RunHandle, entry: Entry, outcome: Outcome) -> Effect:
+    """An outcome's own effect, and what the ledger keeps of it."""
+
+    def write(db: sqlite3.Connection) -> None:
+        if outcome.effect is not None:
+            outcome.effect(db)
+        note_result(db, handle, entry, outcome.output)
+
+    return write
 
 
 def _with_cursor(handle: RunHandle, effect: Effect | None, state: RunState | None, reason: str = "") -> Effect:

@@ -77,6 +77,7 @@ class Futures:
         body: bytes,
         *,
         started_at: float,
+        dispatched_at: float | None = None,
         keep_payload: bool = False,
         effect: Effect | None = None,
     ) -> None:
@@ -88,8 +89,9 @@ class Futures:
                 request,
                 result_type=content_type,
                 result=body,
+                dispatched_at=started_at if dispatched_at is None else dispatched_at,
                 started_at=started_at,
-                done_at=time.time(),
+                done_at=max(time.time(), started_at),
                 keep_payload=keep_payload,
             )
             if effect is not None:
@@ -99,9 +101,16 @@ class Futures:
         self._resolve(request, Finished(content_type, body))
 
     async def fail(
-        self, request: RequestId, error: OpenRLError, *, keep_payload: bool = False, effect: Effect | None = None
+        self,
+        request: RequestId,
+        error: OpenRLError,
+        *,
+        dispatched_at: float | None = None,
+        started_at: float | None = None,
+        keep_payload: bool = False,
+        effect: Effect | None = None,
     ) -> None:
-        """Commit a failure, then wake whoever waits."""
+        """Commit a failure, then wake whoever waits. Without times it never reached a worker."""
 
         def write(db: sqlite3.Connection) -> None:
             requests.fail(
@@ -109,6 +118,8 @@ class Futures:
                 request,
                 error=str(error),
                 category=error.category,
+                dispatched_at=dispatched_at or None,
+                started_at=started_at or None,
                 done_at=time.time(),
                 keep_payload=keep_payload,
             )

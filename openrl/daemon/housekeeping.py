@@ -1,4 +1,4 @@
-"""What happens by the clock: silent sessions, finished sessions, missing requests, old results."""
+"""What happens by the clock: silent sessions, finished sessions, missing requests, old results, old checkpoints."""
 
 from __future__ import annotations
 
@@ -7,13 +7,14 @@ import logging
 import time
 
 from openrl.checkpoints.commit import CheckpointFolders
+from openrl.daemon.checkpoint_life import CheckpointLife
 from openrl.daemon.execute import Executor
 from openrl.daemon.recovery import Recovery
 from openrl.daemon.runs import RunHandle, Runs
 from openrl.daemon.sessions import Sessions
 from openrl.errors import OpenRLError
 from openrl.settings import DaemonSettings
-from openrl.store import checkpoints, requests, runs
+from openrl.store import requests, runs
 from openrl.store.db import Database
 from openrl.store.records import RunState
 from openrl.workers import messages
@@ -34,6 +35,7 @@ class Housekeeping:
         executor: Executor,
         recovery: Recovery,
         folders: CheckpointFolders,
+        life: CheckpointLife,
         settings: DaemonSettings,
     ) -> None:
         self._db = db
@@ -42,6 +44,7 @@ class Housekeeping:
         self._executor = executor
         self._recovery = recovery
         self._folders = folders
+        self._life = life
         self._settings = settings
 
     async def run(self) -> None:
@@ -51,7 +54,7 @@ class Housekeeping:
 
     async def once(self) -> None:
         """One round; also called by tests."""
-        for session in self._sessions.silent():
+        for session in await self._sessions.expire_silent():
             log.info("session %s has been silent; its runs leave the device", session)
             for handle in self._runs.of_session(session):
                 await self._suspend(handle)
@@ -61,6 +64,7 @@ class Housekeeping:
                 await self._close(handle)
         before = time.time() - self._settings.result_ttl
         await self._db.run(lambda db: requests.expire(db, before))
+        await self._life.expire(remember=self._settings.result_ttl)
 
     async def _suspend(self, handle: RunHandle) -> None:
         try:
@@ -94,10 +98,4 @@ class Housekeeping:
         if handle.snapshot_folder is not None:
             await asyncio.to_thread(self._folders.remove, handle.snapshot_folder)
             handle.snapshot_folder = None
-        await self._remove_ephemeral(handle)
-
-    async def _remove_ephemeral(self, handle: RunHandle) -> None:
-        doomed = await self._db.run(lambda db: checkpoints.ephemeral(db, handle.id))
-        for checkpoint in doomed:
-            await self._db.run(lambda db, path=checkpoint.path: checkpoints.delete(db, path))
-            await asyncio.to_thread(self._folders.remove, checkpoint.folder)
+        await self._life.discard_ephemeral(handle.id)

@@ -19,7 +19,7 @@ from openrl.daemon.codec import Codec
 from openrl.daemon.runs import RunHandle
 from openrl.daemon.work import LoadState, OptimStep, Train
 from openrl.errors import BackendFault, BadRequest, NotFound
-from openrl.store import checkpoints, requests, runs
+from openrl.store import checkpoints, requests, retired, runs
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, StoredRequest
 from openrl.workers import messages
@@ -69,8 +69,8 @@ class Recovery:
                 except BadRequest:  # a non-finite gradient: it failed the first time too, and cleared the gradient
                     log.info("optim_step %s failed in its replay as it did before", request.id)
             case LoadState(path, optimizer):
-                checkpoint = await find_checkpoint(self._db, path)
-                source = self._folders.absolute(checkpoint.folder)
+                folder = await self._db.run(lambda db: retired.loaded_from(db, request.id))
+                source = self._folders.absolute(folder or (await find_checkpoint(self._db, path)).folder)
                 await worker.call(messages.Load(handle.id, source, optimizer=optimizer))
             case _:
                 raise BackendFault(f"request {request.id} ({request.op}) cannot be replayed")

@@ -6,6 +6,7 @@ import time
 from dataclasses import dataclass, field, replace
 
 from openrl.daemon.run_queue import RunQueue
+from openrl.daemon.timing import Timing
 from openrl.daemon.work import Train, Work
 from openrl.errors import NotFound
 from openrl.store.records import Run, RunState
@@ -26,7 +27,7 @@ class Entry:
     op: Op
     work: Work | None
     crashes: int = 0  # times it was in hand when a worker died
-    started_at: float = 0.0
+    timing: Timing = field(default_factory=Timing)
 
     @property
     def tokens(self) -> int:

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import logging
+import sqlite3
 import time
 from pathlib import Path
 
 from openrl.backends.base import SampleJob
 from openrl.daemon.codec import Codec
 from openrl.daemon.futures import Futures, request_id
+from openrl.daemon.ledger import note_sample
 from openrl.daemon.models import ModelPool
 from openrl.daemon.tasks import Tasks
+from openrl.daemon.timing import Timing
 from openrl.daemon.work import Raw
 from openrl.errors import BackendFault, Busy, NotFound, NotReady, OpenRLError, WorkerDied
-from openrl.store import samplers
+from openrl.store import audit, samplers
 from openrl.store.db import Database
 from openrl.store.records import Sampler
 from openrl.types import AdapterRef, Op, RequestId, SampleOutput, SamplePayload, SamplerId, SessionId
 from openrl.validation import check_sample
+from openrl.workers.messages import Stopwatch
 
 log = logging.getLogger(__name__)
 
@@ -41,7 +45,21 @@ class Samplers:
 
     async def create(self, sampler: Sampler) -> SamplerId:
         """Commit a sampler; a retry gets the same id."""
-        if await self._db.run(lambda db: samplers.insert(db, sampler)):
+
+        def write(db: sqlite3.Connection) -> bool:
+            new = samplers.insert(db, sampler)
+            if new and sampler.model_path is not None:
+                audit.write(
+                    db,
+                    "checkpoint_read",
+                    session=sampler.session_id,
+                    path=sampler.model_path,
+                    purpose="sample",
+                    sampler_id=sampler.id,
+                )
+            return new
+
+        if await self._db.run(write):
             self.add(sampler)
         return sampler.id
 
@@ -54,10 +72,6 @@ class Samplers:
 
     def __contains__(self, sampler: SamplerId) -> bool:
         return sampler in self._samplers
-
-    def uses(self, folder: str) -> bool:
-        """Whether some sampler draws from a checkpoint folder."""
-        return any(sampler.folder == folder for sampler in self._samplers.values())
 
 
 class Sampling:
@@ -105,22 +119,33 @@ class Sampling:
         adapter = None
         if sampler.folder is not None:
             adapter = AdapterRef(key=sampler.folder, folder=self._checkpoints / sampler.folder)
-        started_at = time.time()
+        timing = Timing()
         try:
-            output = await self._try(sampler, SampleJob(request, payload, adapter))
+            output = await self._try(sampler, SampleJob(request, payload, adapter), timing)
         except OpenRLError as error:
-            await self._futures.fail(request, error)
+            await self._futures.fail(
+                request, error, dispatched_at=timing.dispatched_at, started_at=timing.watch.started_at
+            )
             return
         content_type, body = self._codec.encode_result(Op.SAMPLE, output)
-        await self._futures.finish(request, content_type, body, started_at=started_at)
+        await self._futures.finish(
+            request,
+            content_type,
+            body,
+            dispatched_at=timing.dispatched_at,
+            started_at=timing.started_at,
+            effect=lambda db: note_sample(db, sampler, payload, output, timing),
+        )
 
-    async def _try(self, sampler: Sampler, job: SampleJob) -> SampleOutput:
+    async def _try(self, sampler: Sampler, job: SampleJob, timing: Timing) -> SampleOutput:
         tries = 0
         while True:
             try:
                 model = self._pool.find(sampler.base_model)
                 worker = await model.ready_worker()
-                output = await worker.sample(job)
+                timing.dispatched_at = timing.sent_at = time.time()
+                timing.watch = Stopwatch()
+                output = await worker.sample(job, timing.watch)
                 model.crashes = 0
                 return output
             except WorkerDied:

@@ -7,21 +7,23 @@ import sqlite3
 import time
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
+from typing import Any
 
+from openrl.checkpoints import age
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.layout import Address, new_folder
+from openrl.daemon.disposal import Disposal
 from openrl.daemon.futures import Effect
 from openrl.daemon.models import ModelPool
 from openrl.daemon.recovery import find_checkpoint
 from openrl.daemon.runs import RunHandle
 from openrl.daemon.samplers import Samplers, sampler_id
-from openrl.daemon.work import LoadState, SaveSampler, SaveState
+from openrl.daemon.work import LoadState, SaveExternal, SaveSampler, SaveState
 from openrl.errors import BadRequest, Conflict
-from openrl.store import checkpoints, samplers
+from openrl.store import checkpoints, retired, samplers
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, Sampler
-from openrl.types import CheckpointKind
+from openrl.types import CheckpointKind, RequestId
 from openrl.workers import messages
 from openrl.workers.protocol import Worker
 
@@ -30,7 +32,7 @@ from openrl.workers.protocol import Worker
 class Saved:
     """A written checkpoint: the answer, the rows to commit with it, and the folder that it replaces, if any."""
 
-    answer: dict[str, str]
+    answer: dict[str, Any]
     effect: Effect
     stale: str | None = None
 
@@ -38,9 +40,12 @@ class Saved:
 class Saving:
     """Writes checkpoints whole: the folder first, then the row, then the result (C7)."""
 
-    def __init__(self, db: Database, folders: CheckpointFolders, held: Samplers, pool: ModelPool) -> None:
+    def __init__(
+        self, db: Database, folders: CheckpointFolders, disposal: Disposal, held: Samplers, pool: ModelPool
+    ) -> None:
         self._db = db
         self._folders = folders
+        self._disposal = disposal
         self._samplers = held
         self._pool = pool
 
@@ -49,7 +54,8 @@ class Saving:
         address = Address(handle.id, CheckpointKind.TRAINING, save.name)
         old = await self._taken(address, overwrite=save.overwrite)
         saved = await self._write(handle, worker, address, save.ttl_seconds, save.user_metadata or {}, optimizer=True)
-        return Saved({"path": saved.path}, _put(saved), stale=old.folder if old is not None else None)
+        stale = old.folder if old is not None else None
+        return Saved({"path": saved.path}, _put(saved, stale), stale)
 
     async def sampler(self, handle: RunHandle, worker: Worker, save: SaveSampler) -> Saved:
         """`save_weights_for_sampler`, named or ephemeral. Raises Conflict (C1)."""
@@ -59,6 +65,13 @@ class Saving:
             saved = await self._write(handle, worker, address, save.ttl_seconds, save.user_metadata or {})
             return Saved({"path": saved.path}, _put(saved))
         return await self._ephemeral(handle, worker, save)
+
+    async def external(self, handle: RunHandle, worker: Worker, save: SaveExternal) -> Saved:
+        """`save_weights_external`: files to download, in PEFT's form. Raises Conflict (C1)."""
+        address = Address(handle.id, CheckpointKind.EXTERNAL, save.name)
+        await self._taken(address, overwrite=False)
+        saved = await self._write(handle, worker, address, save.ttl_seconds, {}, recipients=save.recipients)
+        return Saved({"path": saved.path, "size_bytes": saved.size_bytes}, _put(saved))
 
     async def _ephemeral(self, handle: RunHandle, worker: Worker, save: SaveSampler) -> Saved:
         """A snapshot that goes straight into a sampling session (6.7)."""
@@ -84,13 +97,19 @@ class Saving:
 
         return Saved({"sampling_session_id": identity}, effect)
 
-    def remove_stale(self, folder: str) -> None:
+    async def remove_stale(self, folder: str) -> None:
         """Remove a replaced folder, unless a sampler still draws from it: its weights must not change (S15)."""
-        if not self._samplers.uses(folder):
-            self._folders.remove(folder)
+        await self._disposal.free(folder)
 
-    async def loadable(self, handle: RunHandle, load: LoadState) -> Path:
-        """The folder to load from; raises NotFound, or BadRequest when it does not fit the run (C3)."""
+    async def load(self, handle: RunHandle, worker: Worker, request: RequestId, load: LoadState) -> Effect:
+        """`load_weights`; raises NotFound, or BadRequest when the checkpoint does not fit the run (C3)."""
+        checkpoint = await self._loadable(handle, load)
+        source = self._folders.absolute(checkpoint.folder)
+        with self._folders.hold(checkpoint.folder):
+            await worker.call(messages.Load(handle.id, source, optimizer=load.optimizer))
+        return lambda db: retired.note_load(db, request, checkpoint.folder)
+
+    async def _loadable(self, handle: RunHandle, load: LoadState) -> Checkpoint:
         checkpoint = await find_checkpoint(self._db, load.path)
         check_loadable(checkpoint, load)
         if self._pool.find(checkpoint.base_model) is not self._pool.find(handle.run.base_model):
@@ -99,7 +118,7 @@ class Saving:
                 f"{handle.run.base_model!r}.",
                 "Load it into a run of the same base model.",
             )
-        return self._folders.absolute(checkpoint.folder)
+        return checkpoint
 
     async def _taken(self, address: Address, *, overwrite: bool) -> Checkpoint | None:
         old = await self._db.run(lambda db: checkpoints.get(db, str(address)))
@@ -117,6 +136,7 @@ class Saving:
         *,
         optimizer: bool = False,
         ephemeral: bool = False,
+        recipients: tuple[str, ...] = (),
     ) -> Checkpoint:
         now = time.time()
         folder = new_folder(address)
@@ -136,17 +156,36 @@ class Saving:
         )
         staged = await asyncio.to_thread(self._folders.stage, folder)
         await worker.call(messages.Save(handle.id, staged, optimizer=optimizer, gradients=False))
+        if recipients:
+            await asyncio.to_thread(age.encrypt_files, staged, recipients)
         return await asyncio.to_thread(self._folders.commit, staged, checkpoint)
 
 
-def _put(saved: Checkpoint) -> Effect:
-    return lambda db: checkpoints.put(db, saved)
+def _put(saved: Checkpoint, stale: str | None = None) -> Effect:
+    """A checkpoint's row, in place of the one that named the folder `stale`."""
+
+    def write(db: sqlite3.Connection) -> None:
+        checkpoints.put(db, saved)
+        if stale is not None:
+            retired.retire(db, stale, saved.created_at)
+
+    return write
 
 
 def check_loadable(checkpoint: Checkpoint, load: LoadState) -> None:
     """Raise BadRequest if a checkpoint lacks what is asked of it (C3)."""
+    check_drawable(checkpoint)
     if load.optimizer and checkpoint.kind is not CheckpointKind.TRAINING:
         raise BadRequest(
             f"{load.path} is a sampler checkpoint and has no optimizer state.",
             "Load a checkpoint made by save_state, or load without the optimizer.",
+        )
+
+
+def check_drawable(checkpoint: Checkpoint) -> None:
+    """Raise BadRequest for files that were only saved to be downloaded: they may be encrypted."""
+    if checkpoint.kind is CheckpointKind.EXTERNAL:
+        raise BadRequest(
+            f"{checkpoint.path} holds external weights, which can only be downloaded.",
+            "Load or sample from a checkpoint made by save_state or save_weights_for_sampler.",
         )

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import sqlite3
 import time
 from dataclasses import replace
 
 from openrl.daemon.work import NewSession
 from openrl.errors import Gone, NotFound
-from openrl.store import sessions
+from openrl.store import audit, sessions
 from openrl.store.db import Database
 from openrl.store.records import Session, SessionState
 from openrl.types import SessionId
@@ -41,15 +42,26 @@ class Sessions:
             project_id=new.project_id,
             display_name=new.display_name,
         )
-        identity = await self._db.run(lambda db: sessions.insert(db, session, idempotency_key))
+
+        def write(db: sqlite3.Connection) -> SessionId:
+            identity = sessions.insert(db, session, idempotency_key)
+            if identity == session.id:
+                audit.write(
+                    db,
+                    "session_create",
+                    session=identity,
+                    project_id=session.project_id,
+                    sdk_version=session.sdk_version,
+                )
+            return identity
+
+        identity = await self._db.run(write)
         self._sessions.setdefault(identity, session)
         return identity
 
     def active(self, session: SessionId) -> Session:
         """A session that may start new work. Raises NotFound, also once it is finished (2.6)."""
-        found = self._sessions.get(session)
-        if found is None:
-            raise NotFound(f"session {session!r} does not exist on this server.")
+        found = self.get(session)
         if found.state is SessionState.FINISHED:
             raise NotFound(f"session {session!r} is finished.", "Open a new ServiceClient.")
         self._seen(found)
@@ -57,9 +69,7 @@ class Sessions:
 
     async def heartbeat(self, session: SessionId) -> None:
         """Raises NotFound; Gone once the session is finished, which ends the client's loop quietly."""
-        found = self._sessions.get(session)
-        if found is None:
-            raise NotFound(f"session {session!r} does not exist on this server.")
+        found = self.get(session)
         if found.state is SessionState.FINISHED:
             raise Gone(f"session {session!r} is finished.")
         seen = self._seen(found)
@@ -67,11 +77,45 @@ class Sessions:
 
     async def finish(self, session: SessionId, reason: str, detail: str | None) -> None:
         """Idempotent; the first reason wins."""
+        self.get(session)
+
+        def write(db: sqlite3.Connection) -> None:
+            if sessions.finish(db, session, reason, detail):
+                audit.write(db, "session_finish", session=session, reason=reason, detail=detail)
+
+        await self._db.run(write)
+        self._sessions[session] = replace(self.get(session), state=SessionState.FINISHED)
+
+    def get(self, session: SessionId) -> Session:
+        """Raises NotFound."""
         found = self._sessions.get(session)
         if found is None:
             raise NotFound(f"session {session!r} does not exist on this server.")
-        await self._db.run(lambda db: sessions.finish(db, session, reason, detail))
-        self._sessions[session] = replace(found, state=SessionState.FINISHED)
+        return found
+
+    async def assign_project(self, session: SessionId, project: str) -> None:
+        """Move a session, and with it its runs and samplers, into a project; also when it is finished."""
+        before = self.get(session).project_id
+
+        def write(db: sqlite3.Connection) -> None:
+            sessions.set_project(db, session, project)
+            audit.write(db, "project_session_assign", session=session, project_id=project, before=before)
+
+        await self._db.run(write)
+        self._sessions[session] = replace(self.get(session), project_id=project)
+
+    async def expire_silent(self) -> list[SessionId]:
+        """Mark sessions that have been silent too long as expired; returns those that were active until now."""
+        expired = [self._sessions[identity] for identity in self.silent()]
+
+        def write(db: sqlite3.Connection) -> None:
+            for session in expired:
+                sessions.touch(db, session.id, session.state, session.last_seen)
+                audit.write(db, "session_expire", session=session.id)
+
+        if expired:
+            await self._db.run(write)
+        return [session.id for session in expired]
 
     def is_finished(self, session: SessionId) -> bool:
         return self._sessions[session].state is SessionState.FINISHED

@@ -13,7 +13,7 @@ from openrl.daemon.runs import Entry, Runs
 from openrl.daemon.samplers import Samplers, Sampling
 from openrl.daemon.sessions import Sessions
 from openrl.errors import OpenRLError
-from openrl.store import checkpoints, requests, runs, samplers, sessions
+from openrl.store import checkpoints, requests, retired, runs, samplers, sessions
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, StoredRequest
 from openrl.types import Op, RunId, SamplerId
@@ -67,7 +67,8 @@ def _requeue(
 async def reconcile_checkpoints(db: Database, folders: CheckpointFolders) -> None:
     """Make the rows agree with the folders, which are the truth: a crash may fall between the two."""
     folders.remove_leftovers()
-    on_disk = {checkpoint.folder: checkpoint for checkpoint in folders.scan()}
+    doomed = set(await db.run(retired.folders))
+    on_disk = {checkpoint.folder: checkpoint for checkpoint in folders.scan() if checkpoint.folder not in doomed}
     rows = {checkpoint.path: checkpoint for checkpoint in await db.run(checkpoints.all_checkpoints)}
 
     def write(connection: sqlite3.Connection) -> None:

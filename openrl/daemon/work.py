@@ -64,6 +64,15 @@ class SaveSampler:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveExternal:
+    """Files to download. With `recipients` (age public keys) only whoever has their private key can read them."""
+
+    name: str
+    ttl_seconds: int | None = None
+    recipients: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
 class LoadState:
     path: str
     optimizer: bool
@@ -85,7 +94,7 @@ class Unload:
     pass
 
 
-Work = Train | OptimStep | SaveState | SaveSampler | LoadState | Unload
+Work = Train | OptimStep | SaveState | SaveSampler | SaveExternal | LoadState | Unload
 
 
 @dataclass(frozen=True, slots=True)
@@ -114,3 +123,52 @@ class ModelStatus:
     detail: str
     info: ModelInfo | None  # known once the files are on disk, before the weights are loaded
     tokenizer_id: str  # what a client can hand to AutoTokenizer.from_pretrained
+
+
+# ---- what is metered ----
+
+
+@dataclass(frozen=True, slots=True)
+class UsageEvent:
+    """Use in the hour from `hour` on (seconds since the epoch). `kind` is the wire's: training, sampling_prefill,
+    sampling_sample (tokens), checkpoint (a count) or storage (gigabyte hours). `rate` is in USD per million tokens or
+    per gigabyte and month of 720 hours, `cost` in USD; both None where there is no price."""
+
+    hour: int
+    kind: str
+    amount: float
+    base_model: str
+    project_id: str
+    session_id: SessionId | None = None
+    rate: float | None = None
+    cost: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceUse:
+    """Seconds of the device in an hour; `activity` is training or sampling."""
+
+    hour: int
+    activity: str
+    seconds: float
+    base_model: str
+    session_id: SessionId
+
+
+@dataclass(frozen=True, slots=True)
+class Bill:
+    """All use in a window, and the metadata of the sessions that appear in it."""
+
+    events: list[UsageEvent]
+    device: list[DeviceUse]
+    sessions: Mapping[SessionId, Mapping[str, Any]]
+
+
+@dataclass(frozen=True, slots=True)
+class StorageBill:
+    """A project's checkpoints now, and what they cost a month of 720 hours."""
+
+    project_id: str
+    count: int
+    size_bytes: int
+    monthly_cost: float

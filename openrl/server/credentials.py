@@ -1,6 +1,6 @@
 """What opens the server: its API key, or a token (JWT) that it gave out for one (tinker-protocol 2.9).
 
-Tokens are signed with a key made from the server's secret and the API key: a new API key ends all tokens of the old one.
+Tokens are signed with a key made from the server's secret and the API key: a new API key ends the old one's tokens.
 Only our own form of JWT is read, so the header's `alg` is never trusted.
 """
 
@@ -14,12 +14,9 @@ from dataclasses import dataclass
 
 from openrl.codec import decode_json, encode_json
 from openrl.errors import BadRequest, Unauthorized
+from openrl.wire.identity import EMAIL, ORGANIZATION, USER
 
 TOKEN_SECONDS = 24 * 3600  # the client exchanges at half of it; a short life would cost an exchange a call (T44)
-
-USER = "tml:user:local"
-ORGANIZATION = "local"
-EMAIL = "local@localhost"
 
 _HEADER = {"alg": "HS256", "typ": "JWT"}
 
@@ -51,9 +48,7 @@ class Credentials:
         if given.startswith("eyJ"):
             self._check_token(given)
             return
-        raise Unauthorized(
-            "the API key is not this server's;", "export the TINKER_API_KEY that `openrl serve` prints"
-        )
+        raise Unauthorized("the API key is not this server's;", "export the TINKER_API_KEY that `openrl serve` prints")
 
     def issue(self, lifetime_s: float = TOKEN_SECONDS) -> str:
         """A token that opens the server for `lifetime_s` seconds, with the claims that the SDK reads."""

@@ -25,6 +25,8 @@ from openrl.telemetry.logs import bound
 access_log = logging.getLogger("openrl.access")
 log = logging.getLogger("openrl.server")
 
+HUB = "/hf/"  # the hub look-alike
+
 CLIENT_CLOSED = 499  # for the log only: the client hung up before an answer
 
 
@@ -122,6 +124,7 @@ def is_loopback(host: str) -> bool:
 
 class ApiKey:
     """Asks for a key or token in `X-API-Key` on every path but `open_paths`; below `/signed/` for a signature instead.
+    Below `/hf/` nothing is asked for: clients of a hub have no key to send, and nothing there is secret.
 
     A bad token is answered so that the SDK exchanges its key for a new one and repeats the call (T45).
     """
@@ -138,7 +141,7 @@ class ApiKey:
 
     def _refusal(self, scope: Scope) -> Response | None:
         path: str = scope["path"]
-        if path in self._open:
+        if path in self._open or path.startswith(HUB):
             return None
         if path.startswith(SIGNED):
             good = self._signer.check(path, scope["query_string"].decode("latin-1"))

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Callable, Coroutine
+from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
 
@@ -12,7 +12,8 @@ from starlette.requests import Request
 from openrl.codec import decode_json
 from openrl.daemon.daemon import Daemon
 from openrl.daemon.work import Raw
-from openrl.errors import BadRequest, TooLarge
+from openrl.errors import BadRequest, TooLarge, Unauthorized
+from openrl.server.credentials import Credentials
 from openrl.settings import ServerSettings
 from openrl.wire.bodies import JSON
 from openrl.wire.compression import inflate
@@ -20,6 +21,7 @@ from openrl.wire.compression import inflate
 T = TypeVar("T")
 P = ParamSpec("P")
 
+MAX_PAGE = 1000  # rows in one answer
 OFF_LOOP_BYTES = 64 * 1024  # from here on, encoding and decoding would hold up the event loop
 
 
@@ -82,6 +84,52 @@ async def read_json(request: Request, kind: type[T]) -> T:
     """The body as a message. An empty body counts as `{}`, since some calls carry none."""
     raw = await read_raw(request)
     return await off_loop(len(raw.body), decode_json, kind, raw.body or b"{}")
+
+
+def query_int(request: Request, name: str, default: int, low: int, high: int) -> int:
+    """A whole number from the query; above `high` counts as `high`. Raises BadRequest."""
+    given = request.query_params.get(name)
+    if given is None:
+        return default
+    try:
+        value = int(given)
+    except ValueError:
+        value = low - 1
+    if value < low:
+        raise BadRequest(f"{name} must be a whole number of at least {low}, got {given!r}")
+    return min(value, high)
+
+
+def query_choice(request: Request, name: str, legal: Sequence[str]) -> str:
+    """One of some words from the query; the first is the default. Raises BadRequest."""
+    given = request.query_params.get(name, legal[0])
+    if given not in legal:
+        raise BadRequest(f"{name} must be one of {', '.join(legal)}, got {given!r}")
+    return given
+
+
+def check_scope(request: Request) -> None:
+    """One user owns all, so what is owned and what is accessible are the same (8.9)."""
+    query_choice(request, "access_scope", ("owned", "accessible"))
+
+
+def page_of(request: Request, limit: int = 20) -> tuple[int, int]:
+    """Limit and offset of a list; `limit` is the default. Raises BadRequest."""
+    check_scope(request)
+    return query_int(request, "limit", limit, 1, MAX_PAGE), query_int(request, "offset", 0, 0, 1 << 40)
+
+
+def check_access_token(request: Request, token: str) -> None:
+    """A token that stands for another account's right to read weights. One account owns all of a server, so only its
+    own key or one of its tokens opens anything. Raises Unauthorized, which never repeats the token."""
+    try:
+        credentials: Credentials = request.app.state.credentials
+        credentials.check(token)
+    except Unauthorized:
+        raise Unauthorized(
+            "the weights access token is neither this server's API key nor one of its tokens.",
+            "Leave it out: all weights of this server are readable with its own key.",
+        ) from None
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:

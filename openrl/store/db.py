@@ -54,6 +54,7 @@ class Database:
         self._connection.execute("PRAGMA journal_mode=WAL")
         self._connection.execute("PRAGMA synchronous=NORMAL")
         self._connection.execute("PRAGMA foreign_keys=ON")
+        self._connection.create_function("casefold", 1, str.casefold, deterministic=True)
         migrate(self._connection)
         self._jobs: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="openrl-store", daemon=True)

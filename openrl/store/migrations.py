@@ -12,7 +12,20 @@ def m001_initial(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [m001_initial]
+def m002_metering(db: sqlite3.Connection) -> None:
+    """When requests reached their worker; usage by the hour; how long which bytes were stored; the audit log; indices
+    for lists that are read newest first."""
+    for statement in _METERING:
+        db.execute(statement)
+
+
+def m003_checkpoint_life(db: sqlite3.Connection) -> None:
+    """Published checkpoints; what was deleted; folders that still have to go; what runs loaded."""
+    for statement in _CHECKPOINT_LIFE:
+        db.execute(statement)
+
+
+MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [m001_initial, m002_metering, m003_checkpoint_life]
 
 
 def migrate(db: sqlite3.Connection) -> None:
@@ -62,4 +75,55 @@ _INITIAL = (
         expires_at REAL, user_metadata TEXT NOT NULL, ephemeral INTEGER NOT NULL
     ) STRICT""",
     "CREATE INDEX checkpoints_by_run ON checkpoints (run_id, created_at)",
+)
+
+_NOW = "((julianday('now') - 2440587.5) * 86400.0)"
+
+_METERING = (
+    "ALTER TABLE requests ADD COLUMN dispatched_at REAL",
+    """CREATE TABLE usage (
+        hour INTEGER NOT NULL, session_id TEXT NOT NULL, base_model TEXT NOT NULL, kind TEXT NOT NULL,
+        amount REAL NOT NULL, PRIMARY KEY (hour, session_id, base_model, kind)
+    ) STRICT, WITHOUT ROWID""",
+    # Kept by triggers, so that no way of writing a checkpoint can forget it. A span without end is stored still.
+    """CREATE TABLE storage (
+        id INTEGER PRIMARY KEY, path TEXT NOT NULL, run_id TEXT NOT NULL, base_model TEXT NOT NULL,
+        size_bytes INTEGER NOT NULL, from_at REAL NOT NULL, to_at REAL
+    ) STRICT""",
+    "CREATE INDEX storage_by_path ON storage (path, to_at)",
+    "CREATE INDEX storage_by_end ON storage (to_at)",
+    # An overwritten name (INSERT OR REPLACE) fires no delete trigger: the insert ends the old span as well.
+    f"""CREATE TRIGGER checkpoint_stored AFTER INSERT ON checkpoints BEGIN
+        UPDATE storage SET to_at = {_NOW} WHERE path = NEW.path AND to_at IS NULL;
+        INSERT INTO storage (path, run_id, base_model, size_bytes, from_at)
+        VALUES (NEW.path, NEW.run_id, NEW.base_model, NEW.size_bytes, max(
+            NEW.created_at, coalesce((SELECT max(to_at) FROM storage WHERE path = NEW.path), 0)));
+    END""",
+    f"""CREATE TRIGGER checkpoint_removed AFTER DELETE ON checkpoints BEGIN
+        UPDATE storage SET to_at = {_NOW} WHERE path = OLD.path AND to_at IS NULL;
+    END""",
+    "INSERT INTO storage (path, run_id, base_model, size_bytes, from_at)"
+    " SELECT path, run_id, base_model, size_bytes, created_at FROM checkpoints",
+    """CREATE TABLE audit (
+        id INTEGER PRIMARY KEY, at REAL NOT NULL, event TEXT NOT NULL, session_id TEXT, run_id TEXT, path TEXT,
+        purpose TEXT, details TEXT NOT NULL
+    ) STRICT""",
+    "CREATE INDEX audit_by_time ON audit (at)",
+    "CREATE INDEX sessions_newest ON sessions (created_at DESC, id DESC)",
+    "CREATE INDEX runs_newest ON runs (created_at DESC, id DESC)",
+    "CREATE INDEX runs_by_session ON runs (session_id, created_at)",
+    "CREATE INDEX samplers_by_session ON samplers (session_id, created_at)",
+    "CREATE INDEX checkpoints_newest_of_run ON checkpoints (run_id, kind, created_at)",
+)
+
+_CHECKPOINT_LIFE = (
+    "ALTER TABLE checkpoints ADD COLUMN public INTEGER NOT NULL DEFAULT 0",
+    "CREATE INDEX checkpoints_newest ON checkpoints (created_at DESC, path)",
+    "CREATE INDEX checkpoints_expiring ON checkpoints (expires_at) WHERE expires_at IS NOT NULL",
+    # So that a delete whose first answer got lost is not told "unknown" when it is sent again (7.8).
+    "CREATE TABLE deleted_checkpoints (path TEXT PRIMARY KEY, deleted_at REAL NOT NULL) STRICT",
+    # Folders that no checkpoint names any more. Their files go once no sampler and no replay needs them.
+    "CREATE TABLE retired_folders (folder TEXT PRIMARY KEY, retired_at REAL NOT NULL) STRICT",
+    # The folder that a load took its weights from, so that its replay takes the same, whatever the name means by then.
+    "CREATE TABLE loaded_folders (request_id TEXT PRIMARY KEY, folder TEXT NOT NULL) STRICT",
 )

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
 from openrl.types import CheckpointKind, LoraSpec, Op, RequestId, RunId, SamplerId, SessionId
+
+DEFAULT_PROJECT = "default"  # of sessions that named none
 
 
 class SessionState(StrEnum):
@@ -42,6 +44,8 @@ class Session:
     user_metadata: Mapping[str, Any]
     project_id: str | None
     display_name: str | None
+    finish_reason: str | None = None  # success | errored | interrupted, once FINISHED
+    finish_detail: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Checkpoint:
     expires_at: float | None
     user_metadata: Mapping[str, str]
     ephemeral: bool = False
+    public: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,3 +111,90 @@ class StoredRequest:
     category: str | None
     accepted_at: float
     done_at: float | None
+    dispatched_at: float | None = None  # when it was handed to its worker
+    started_at: float | None = None  # when the device began with it
+
+
+@dataclass(frozen=True, slots=True)
+class RequestTimes:
+    """A request's life without its bytes; times that it has not reached are None."""
+
+    id: RequestId
+    scope: str
+    seq: int
+    op: Op
+    state: RequestState
+    error: str | None
+    accepted_at: float
+    dispatched_at: float | None
+    started_at: float | None
+    done_at: float | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunSummary:
+    """A run with its newest checkpoint of each kind that can be asked for by name."""
+
+    run: Run
+    last_training: Checkpoint | None
+    last_sampler: Checkpoint | None
+
+
+@dataclass(frozen=True, slots=True)
+class RunPage:
+    runs: list[RunSummary]
+    total: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionFilter:
+    """Which sessions to find; None and empty match all.
+
+    `session_id` and `words` (each somewhere in the display name, whatever the case) are alternatives. `statuses` are
+    states, FINISHED ones narrowed to the reasons given with it. `metadata` pairs are compared as text. `before` is
+    creation time and id of the last session of the page before.
+    """
+
+    session_id: SessionId | None = None
+    words: tuple[str, ...] = ()
+    projects: tuple[str, ...] | None = None
+    metadata: Mapping[str, str] = field(default_factory=dict[str, str])
+    statuses: tuple[tuple[SessionState, tuple[str, ...]], ...] | None = None
+    before: tuple[float, str] | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class SessionSummary:
+    """A session with what its named checkpoints come to."""
+
+    session: Session
+    checkpoints: int
+    checkpoint_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class SessionPage:
+    sessions: list[SessionSummary]
+    more: bool
+
+
+@dataclass(frozen=True, slots=True)
+class SessionContent:
+    """A session with what belongs to it, oldest first."""
+
+    session: Session
+    runs: list[RunId]
+    samplers: list[SamplerId]
+
+
+@dataclass(frozen=True, slots=True)
+class AuditEntry:
+    """What happened, `event` being `<resource>_<action>`; ids that do not apply are None."""
+
+    at: float
+    event: str
+    session_id: str | None
+    run_id: str | None
+    path: str | None
+    purpose: str | None
+    details: Mapping[str, Any]

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import sqlite3
 
-from openrl.store.records import RequestState, StoredRequest
-from openrl.types import Op, RequestId
+from openrl.store.records import RequestState, RequestTimes, StoredRequest
+from openrl.types import Op, RequestId, SessionId
 
 
 def insert(db: sqlite3.Connection, request: StoredRequest) -> bool:
@@ -36,25 +36,35 @@ def finish(
     *,
     result_type: str,
     result: bytes,
+    dispatched_at: float,
     started_at: float,
     done_at: float,
     keep_payload: bool,
 ) -> None:
     """Store a result. `keep_payload`: the request changed its run, so a crash before the next snapshot replays it."""
     db.execute(
-        "UPDATE requests SET state = ?, result_type = ?, result = ?, started_at = ?, done_at = ?,"
+        "UPDATE requests SET state = ?, result_type = ?, result = ?, dispatched_at = ?, started_at = ?, done_at = ?,"
         " payload = CASE WHEN ? THEN payload ELSE x'' END WHERE id = ?",
-        (RequestState.DONE, result_type, result, started_at, done_at, keep_payload, request),
+        (RequestState.DONE, result_type, result, dispatched_at, started_at, done_at, keep_payload, request),
     )
 
 
 def fail(
-    db: sqlite3.Connection, request: RequestId, *, error: str, category: str, done_at: float, keep_payload: bool
+    db: sqlite3.Connection,
+    request: RequestId,
+    *,
+    error: str,
+    category: str,
+    dispatched_at: float | None,
+    started_at: float | None,
+    done_at: float,
+    keep_payload: bool,
 ) -> None:
+    """Store a failure; it may come before the request reached a worker."""
     db.execute(
-        "UPDATE requests SET state = ?, error = ?, category = ?, done_at = ?,"
+        "UPDATE requests SET state = ?, error = ?, category = ?, dispatched_at = ?, started_at = ?, done_at = ?,"
         " payload = CASE WHEN ? THEN payload ELSE x'' END WHERE id = ?",
-        (RequestState.FAILED, error, category, done_at, keep_payload, request),
+        (RequestState.FAILED, error, category, dispatched_at, started_at, done_at, keep_payload, request),
     )
 
 
@@ -104,6 +114,30 @@ def expire(db: sqlite3.Connection, before: float) -> int:
     return db.execute("DELETE FROM requests WHERE done_at < ? AND payload = x''", (before,)).rowcount
 
 
+def times(db: sqlite3.Connection, session: SessionId) -> list[RequestTimes]:
+    """All requests of a session, of its runs and of its samplers that the store still has, in order of acceptance."""
+    rows = db.execute(
+        "SELECT id, scope, seq, op, state, error, accepted_at, dispatched_at, started_at, done_at FROM requests"
+        " WHERE scope = ? OR (scope > ? AND scope < ?) ORDER BY accepted_at, seq",
+        (session, f"{session}:", f"{session};"),  # ';' follows ':'
+    )
+    return [
+        RequestTimes(
+            id=RequestId(row["id"]),
+            scope=row["scope"],
+            seq=row["seq"],
+            op=Op(row["op"]),
+            state=RequestState(row["state"]),
+            error=row["error"],
+            accepted_at=row["accepted_at"],
+            dispatched_at=row["dispatched_at"],
+            started_at=row["started_at"],
+            done_at=row["done_at"],
+        )
+        for row in rows
+    ]
+
+
 def _request(row: sqlite3.Row) -> StoredRequest:
     return StoredRequest(
         id=RequestId(row["id"]),
@@ -119,4 +153,6 @@ def _request(row: sqlite3.Row) -> StoredRequest:
         category=row["category"],
         accepted_at=row["accepted_at"],
         done_at=row["done_at"],
+        dispatched_at=row["dispatched_at"],
+        started_at=row["started_at"],
     )

@@ -6,7 +6,7 @@ import json
 import sqlite3
 from dataclasses import asdict, dataclass
 
-from openrl.store.records import Run, RunState
+from openrl.store.records import DEFAULT_PROJECT, Run, RunState
 from openrl.types import LoraSpec, RunId, SessionId
 
 
@@ -73,6 +73,37 @@ def all_runs(db: sqlite3.Connection) -> list[StoredRun]:
     return [_stored(row) for row in db.execute("SELECT * FROM runs ORDER BY created_at")]
 
 
+def get(db: sqlite3.Connection, run: RunId) -> Run | None:
+    row = db.execute("SELECT * FROM runs WHERE id = ?", (run,)).fetchone()
+    return None if row is None else _run(row)
+
+
+def ids_of_session(db: sqlite3.Connection, session: SessionId) -> list[RunId]:
+    """A session's runs, oldest first."""
+    rows = db.execute("SELECT id FROM runs WHERE session_id = ? ORDER BY created_at, id", (session,))
+    return [RunId(row["id"]) for row in rows]
+
+
+_IN_PROJECT = (
+    "(? IS NULL OR EXISTS (SELECT 1 FROM sessions WHERE sessions.id = runs.session_id"
+    " AND coalesce(sessions.project_id, ?) = ?))"
+)
+
+
+def newest(db: sqlite3.Connection, limit: int, offset: int, project: str | None) -> list[Run]:
+    """A page of runs, newest first; `project` keeps those whose session is in it now."""
+    rows = db.execute(
+        f"SELECT * FROM runs WHERE {_IN_PROJECT} ORDER BY created_at DESC, id DESC LIMIT ? OFFSET ?",
+        (project, DEFAULT_PROJECT, project, limit, offset),
+    )
+    return [_run(row) for row in rows]
+
+
+def count(db: sqlite3.Connection, project: str | None) -> int:
+    row = db.execute(f"SELECT count(*) FROM runs WHERE {_IN_PROJECT}", (project, DEFAULT_PROJECT, project)).fetchone()
+    return int(row[0])
+
+
 def encode_spec(spec: LoraSpec) -> str:
     return json.dumps(asdict(spec))
 
@@ -82,7 +113,11 @@ def decode_spec(text: str) -> LoraSpec:
 
 
 def _stored(row: sqlite3.Row) -> StoredRun:
-    run = Run(
+    return StoredRun(_run(row), row["next_seq"], row["snapshot_folder"], row["snapshot_seq"])
+
+
+def _run(row: sqlite3.Row) -> Run:
+    return Run(
         id=RunId(row["id"]),
         session_id=SessionId(row["session_id"]),
         base_model=row["base_model"],
@@ -93,4 +128,3 @@ def _stored(row: sqlite3.Row) -> StoredRun:
         last_request_at=row["last_request_at"],
         reason=row["reason"],
     )
-    return StoredRun(run, row["next_seq"], row["snapshot_folder"], row["snapshot_seq"])

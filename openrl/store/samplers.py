@@ -19,14 +19,21 @@ def insert(db: sqlite3.Connection, sampler: Sampler) -> bool:
 
 
 def all_samplers(db: sqlite3.Connection) -> list[Sampler]:
-    return [
-        Sampler(
-            id=SamplerId(row["id"]),
-            session_id=SessionId(row["session_id"]),
-            base_model=row["base_model"],
-            model_path=row["model_path"],
-            folder=row["folder"],
-            created_at=row["created_at"],
-        )
-        for row in db.execute("SELECT * FROM samplers ORDER BY created_at")
-    ]
+    return [_sampler(row) for row in db.execute("SELECT * FROM samplers ORDER BY created_at")]
+
+
+def ids_of_session(db: sqlite3.Connection, session: SessionId) -> list[SamplerId]:
+    """A session's samplers, oldest first."""
+    rows = db.execute("SELECT id FROM samplers WHERE session_id = ? ORDER BY created_at, id", (session,))
+    return [SamplerId(row["id"]) for row in rows]
+
+
+def _sampler(row: sqlite3.Row) -> Sampler:
+    return Sampler(
+        id=SamplerId(row["id"]),
+        session_id=SessionId(row["session_id"]),
+        base_model=row["base_model"],
+        model_path=row["model_path"],
+        folder=row["folder"],
+        created_at=row["created_at"],
+    )

@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from openrl.codec import decode_json, encode_json
-from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveSampler, SaveState, Train, Unload, Work
+from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveExternal, SaveSampler, SaveState, Train, Unload, Work
 from openrl.types import Op, OptimOutput, SampleOutput, SamplePayload, TrainOutput, TrainPayload
 from openrl.wire import inputs, messages, old_json, proto
 
@@ -63,6 +63,10 @@ def _save_sampler(body: bytes) -> SaveSampler:
     return decode_json(messages.SaveSamplerBody, body).to_save()
 
 
+def _save_external(body: bytes) -> SaveExternal:
+    return decode_json(messages.SaveExternalBody, body).to_save()
+
+
 def _load_state(body: bytes) -> LoadState:
     return decode_json(messages.LoadWeightsBody, body).to_load()
 
@@ -76,6 +80,7 @@ _DECODERS: Mapping[Op, Callable[[bytes], Work]] = {
     Op.OPTIM_STEP: _optim_step,
     Op.SAVE_STATE: _save_state,
     Op.SAVE_SAMPLER: _save_sampler,
+    Op.SAVE_EXTERNAL: _save_external,
     Op.LOAD_STATE: _load_state,
     Op.UNLOAD: _unload,
 }

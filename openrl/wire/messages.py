@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from openrl.daemon.work import LoadState, NewRun, NewSession, SaveSampler, SaveState
+from openrl.daemon.work import LoadState, NewRun, NewSession, SaveExternal, SaveSampler, SaveState
 from openrl.errors import BadRequest
 from openrl.types import AdamParams, SamplePayload, SamplingParams, SessionId
 from openrl.validation import check_adam, check_checkpoint_name, check_optimizer, check_ttl
@@ -190,6 +190,18 @@ class SaveSamplerBody:
 
 
 @dataclass(frozen=True, slots=True)
+class SaveExternalBody:
+    path: str
+    ttl_seconds: int | None = None
+    age_encryption_recipients: tuple[str, ...] | None = None
+
+    def to_save(self) -> SaveExternal:
+        check_checkpoint_name(self.path)
+        check_ttl(self.ttl_seconds)
+        return SaveExternal(self.path, self.ttl_seconds, self.age_encryption_recipients or ())
+
+
+@dataclass(frozen=True, slots=True)
 class LoadAddressBody:
     """Both ways to address `load_weights` (7.3): into an existing model, or to create one in a session."""
 
@@ -197,6 +209,7 @@ class LoadAddressBody:
     seq_id: Sequence64 | None = None
     session_id: str | None = None
     model_seq_id: Sequence64 | None = None
+    weights_access_token: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -215,6 +228,32 @@ class LoadWeightsBody:
 @dataclass(frozen=True, slots=True)
 class WeightsInfoBody:
     tinker_path: str
+
+
+@dataclass(frozen=True, slots=True)
+class CopyWeightsBody:
+    """Into a project (0.34.0+), or as a run of a session (0.26.2 to 0.30.4) (7.5)."""
+
+    source_path: str
+    destination_project_id: str | None = None
+    session_id: str | None = None
+    model_seq_id: Sequence64 | None = None
+    ttl_seconds: int | None = None
+    weights_access_token: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class TtlBody:
+    """null removes the limit, so the field has to be there."""
+
+    ttl_seconds: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class AdoptBody:
+    """Our own: a checkpoint folder that lies in place, relative to the checkpoints folder."""
+
+    folder: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -277,6 +316,10 @@ def _stop(stop: Any) -> tuple[str, ...] | tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class SampleBody:
+    """`record_stability_info` is not looked at: it asks to keep what only the loss `stable_reinforce` reads, the answer
+    has no part of it, and that loss is refused in words (training-semantics 1.9). Recipes ask for it on every draw.
+    """
+
     prompt: ModelInputBody
     sampling_params: SamplingParamsBody | None = None
     num_samples: int | None = None
@@ -286,7 +329,6 @@ class SampleBody:
     target_prompt_logprobs: Any = None
     prompt_alt_tokens_k: int | None = None
     prompt_logprobs_last_n: int | None = None
-    record_stability_info: bool | None = None
 
     def to_payload(self) -> SamplePayload:
         self._refuse_unserved()
@@ -306,7 +348,6 @@ class SampleBody:
             "target_prompt_logprobs": self.target_prompt_logprobs is None,
             "prompt_alt_tokens_k": not self.prompt_alt_tokens_k,
             "prompt_logprobs_last_n": self.prompt_logprobs_last_n is None,
-            "record_stability_info": not self.record_stability_info,
         }
         for name, absent in served.items():
             if not absent:

@@ -9,16 +9,15 @@ from collections.abc import Iterable, Mapping
 from datetime import UTC, datetime
 from typing import Any
 
-from openrl.codec import encode_json
+from openrl.codec import as_text
 from openrl.daemon.work import ModelStatus, Pending
 from openrl.store.records import Checkpoint, Run, RunState, Sampler
-from openrl.types import RequestId
-
-OWNER = "local"  # one user owns all
+from openrl.types import CheckpointKind, RequestId
+from openrl.wire.identity import USER
 
 # Switched on is only what is served (2.2). Values that the SDK has as defaults are stated where they matter to us.
 CLIENT_CONFIG: Mapping[str, Any] = {
-    "pjwt_auth_enabled": False,
+    "pjwt_auth_enabled": True,
     "credential_default_source": "api_key",
     "parallel_fwdbwd_chunks": True,
     "proto_compress_fwdbwd": False,
@@ -95,18 +94,47 @@ def training_run(run: Run) -> dict[str, Any]:
     return {
         "training_run_id": run.id,
         "base_model": run.base_model,
-        "model_owner": OWNER,
+        "model_owner": USER,
         "is_lora": True,
         "lora_rank": run.spec.rank,
         "corrupted": run.state is RunState.BROKEN,
         "last_request_time": timestamp(run.last_request_at),
-        "user_metadata": {key: _text(value) for key, value in run.user_metadata.items()},
+        "user_metadata": {key: as_text(value) for key, value in run.user_metadata.items()},
     }
 
 
 def sampler(record: Sampler) -> dict[str, Any]:
     """8.4."""
     return {"sampler_id": record.id, "base_model": record.base_model, "model_path": record.model_path}
+
+
+CHECKPOINT_TYPES: Mapping[CheckpointKind, str] = {
+    CheckpointKind.TRAINING: "training",
+    CheckpointKind.SAMPLER: "sampler",
+    CheckpointKind.EXTERNAL: "external",
+}
+
+
+def checkpoint(record: Checkpoint) -> dict[str, Any]:
+    """8.1."""
+    answer: dict[str, Any] = {
+        "checkpoint_id": f"{record.kind}/{record.name}",
+        "checkpoint_type": CHECKPOINT_TYPES[record.kind],
+        "time": timestamp(record.created_at),
+        "tinker_path": record.path,
+        "size_bytes": record.size_bytes,
+        "public": record.public,
+        "user_metadata": dict(record.user_metadata),
+    }
+    if record.expires_at is not None:
+        answer["expires_at"] = timestamp(record.expires_at)
+    return answer
+
+
+def checkpoint_page(page: Iterable[Checkpoint], offset: int, limit: int, total: int) -> dict[str, Any]:
+    """8.1, a list with its place in the whole."""
+    cursor = {"offset": offset, "limit": limit, "total_count": total}
+    return {"checkpoints": [checkpoint(record) for record in page], "cursor": cursor}
 
 
 def weights_info(checkpoint: Checkpoint) -> dict[str, Any]:
@@ -125,7 +153,3 @@ def weights_info(checkpoint: Checkpoint) -> dict[str, Any]:
 def timestamp(seconds: float) -> str:
     """RFC 3339 with an offset, without which the CLI crashes (T31)."""
     return datetime.fromtimestamp(seconds, UTC).isoformat().replace("+00:00", "Z")
-
-
-def _text(value: Any) -> str:
-    return value if isinstance(value, str) else encode_json(value).decode()

@@ -29,6 +29,7 @@ from openrl.workers.messages import (
     Returned,
     Sampled,
     Stop,
+    Stopwatch,
     ToWorker,
     Unusable,
     WorkerOp,
@@ -45,6 +46,7 @@ class LocalWorker:
         self._spec = spec
         self._calls: dict[int, asyncio.Future[OpResult]] = {}
         self._samples: dict[RequestId, asyncio.Future[SampleOutput]] = {}
+        self._watches: dict[int | RequestId, Stopwatch] = {}
         self._next_call = 0
         self._outbox: queue.SimpleQueue[ToWorker | None] = queue.SimpleQueue()
         self._process: subprocess.Popen[bytes] | None = None
@@ -79,18 +81,20 @@ class LocalWorker:
         ready = await self._opened
         return ready.info, ready.report
 
-    async def call(self, op: WorkerOp) -> OpResult:
+    async def call(self, op: WorkerOp, watch: Stopwatch | None = None) -> OpResult:
         self._check_alive()
         self._next_call += 1
         number, future = self._next_call, self._loop.create_future()
         self._calls[number] = future
+        self._watches[number] = watch or Stopwatch()
         self._outbox.put(Call(number, op))
         return await future
 
-    async def sample(self, job: SampleJob) -> SampleOutput:
+    async def sample(self, job: SampleJob, watch: Stopwatch | None = None) -> SampleOutput:
         self._check_alive()
         future: asyncio.Future[SampleOutput] = self._loop.create_future()
         self._samples[job.request] = future
+        self._watches[job.request] = watch or Stopwatch()
         self._outbox.put(AddSample(job))
         try:
             return await future
@@ -99,6 +103,7 @@ class LocalWorker:
             raise
 
     def cancel(self, request: RequestId) -> None:
+        self._watches.pop(request, None)
         if self._samples.pop(request, None) is not None and self.alive:
             self._outbox.put(CancelSample(request))
 
@@ -154,10 +159,17 @@ class LocalWorker:
                 self._opened.set_result(message)
             case Unusable(error):
                 self._opened.set_exception(error)
-            case Returned(number, result):
+            case Returned(number, result, watch):
+                self._stop_watch(number, watch)
                 _settle(self._calls.pop(number, None), result)
-            case Sampled(request, result):
+            case Sampled(request, result, watch):
+                self._stop_watch(request, watch)
                 _settle(self._samples.pop(request, None), result)
+
+    def _stop_watch(self, key: int | RequestId, watch: Stopwatch) -> None:
+        ours = self._watches.pop(key, None)
+        if ours is not None:
+            ours.set(watch)
 
     def _end(self, code: int) -> None:
         self._gone.set()
@@ -166,6 +178,7 @@ class LocalWorker:
         waiting = [*self._calls.values(), *self._samples.values(), self._opened]
         self._calls.clear()
         self._samples.clear()
+        self._watches.clear()
         for future in waiting:
             if not future.done():
                 future.set_exception(error)

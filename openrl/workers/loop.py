@@ -11,11 +11,13 @@ import queue
 import time
 from collections import deque
 from collections.abc import Callable, Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, field
+from typing import TypeVar
 
 from openrl.backends.base import Backend
 from openrl.errors import BackendFault, OpenRLError
 from openrl.types import RequestId, SampleOutput
+from openrl.workers.memory import Trimmer
 from openrl.workers.messages import (
     AddSample,
     Call,
@@ -30,12 +32,15 @@ from openrl.workers.messages import (
     Returned,
     Sampled,
     Save,
+    Stopwatch,
     ToWorker,
     TrainPass,
     WorkerOp,
 )
 
 log = logging.getLogger(__name__)
+
+T = TypeVar("T")
 
 
 @dataclass(slots=True)
@@ -45,6 +50,7 @@ class _Pass:
     number: int
     steps: Iterator[PassResult]
     results: PassResult
+    watch: Stopwatch = field(default_factory=Stopwatch)
 
 
 class Loop:
@@ -59,9 +65,10 @@ class Loop:
         self._send = send
         self._calls: deque[Call] = deque()
         self._pass: _Pass | None = None
-        self._sampling: set[RequestId] = set()
+        self._sampling: dict[RequestId, Stopwatch] = {}
         self._train_lead = 0.0  # seconds that training had more than sampling while both had work
         self._stopping = False
+        self._trimmer = Trimmer()
 
     def run(self) -> None:
         """Work until told to stop."""
@@ -74,6 +81,8 @@ class Loop:
     def _read(self) -> None:
         """Take everything from the inbox; wait for something only when there is nothing to do."""
         idle = not (self._calls or self._pass or self._sample.busy or self._stopping)
+        if idle and self._inbox.empty():
+            self._trimmer.quiet()
         while True:
             try:
                 message = self._inbox.get(block=idle)
@@ -87,10 +96,10 @@ class Loop:
             case Call():
                 self._calls.append(message)
             case AddSample(job):
-                self._sampling.add(job.request)
+                self._sampling[job.request] = Stopwatch()
                 self._guarded_sample(lambda: self._sample.add(job), job.request)
             case CancelSample(request):
-                self._sampling.discard(request)
+                self._sampling.pop(request, None)
                 self._sample.cancel(request)
             case _:
                 self._stopping = True
@@ -119,25 +128,26 @@ class Loop:
                 self._answer(call.number, lambda: self._apply(call.op))
                 return
         current = self._pass
+        ended = _timed(current.watch, lambda: self._micro_batch(current))
+        if ended is not None:
+            self._pass = None
+            self._send(Returned(current.number, ended, current.watch))
+
+    def _micro_batch(self, current: _Pass) -> PassResult | OpenRLError | None:
+        """Advance a pass; what it is answered with once it has ended."""
         try:
             current.results.update(next(current.steps))
         except StopIteration:
-            self._pass = None
-            self._send(Returned(current.number, current.results))
+            return current.results
         except OpenRLError as error:
-            self._pass = None
-            self._send(Returned(current.number, error))
+            return error
         except Exception as error:  # noqa: BLE001 - a fault of the backend becomes an answer
-            self._pass = None
-            self._send(Returned(current.number, _fault(error)))
+            return _fault(error)
+        return None
 
     def _answer(self, number: int, action: Callable[[], OpResult]) -> None:
-        try:
-            self._send(Returned(number, action()))
-        except OpenRLError as error:
-            self._send(Returned(number, error))
-        except Exception as error:  # noqa: BLE001 - a fault of the backend becomes an answer
-            self._send(Returned(number, _fault(error)))
+        watch = Stopwatch()
+        self._send(Returned(number, _timed(watch, lambda: _shielded(action)), watch))
 
     def _apply(self, op: WorkerOp) -> OpResult:
         match op:
@@ -156,7 +166,13 @@ class Loop:
         return None
 
     def _sample_turn(self) -> None:
-        for request, result in self._guarded_sample(self._sample.step, None) or []:
+        turn = Stopwatch()
+        finished = _timed(turn, lambda: self._guarded_sample(self._sample.step, None)) or []
+        sharers = [*self._sample.active, *(request for request, _ in finished)]
+        for request in sharers:
+            if request in self._sampling:
+                self._sampling[request].add(turn.started_at, turn.seconds / len(sharers))
+        for request, result in finished:
             self._finish_sample(request, result)
 
     def _guarded_sample(
@@ -177,8 +193,23 @@ class Loop:
             self._finish_sample(doomed, error)
 
     def _finish_sample(self, request: RequestId, result: SampleOutput | OpenRLError) -> None:
-        self._sampling.discard(request)
-        self._send(Sampled(request, result))
+        self._send(Sampled(request, result, self._sampling.pop(request, Stopwatch())))
+
+
+def _timed(watch: Stopwatch, action: Callable[[], T]) -> T:
+    began_at, start = time.time(), time.perf_counter()
+    result = action()
+    watch.add(began_at, time.perf_counter() - start)
+    return result
+
+
+def _shielded(action: Callable[[], OpResult]) -> OpResult | OpenRLError:
+    try:
+        return action()
+    except OpenRLError as error:
+        return error
+    except Exception as error:  # noqa: BLE001 - a fault of the backend becomes an answer
+        return _fault(error)
 
 
 def _fault(error: Exception) -> BackendFault:

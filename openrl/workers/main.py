@@ -28,8 +28,7 @@ def main() -> None:
     """Open the model that the daemon asks for, then serve it until told to stop or the daemon is gone."""
     _die_with_parent()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the daemon decides when we end
-    # Idle OpenMP threads that spin take the cores from the daemon; must be set before torch is loaded.
-    os.putenv("OMP_WAIT_POLICY", "PASSIVE")
+    _set_before_torch()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s worker %(name)s: %(message)s")
     connection = Connection(int(sys.argv[1]))
     spec = connection.recv()
@@ -66,6 +65,7 @@ def _open(spec: WorkerSpec, connection: Connection) -> Backend:
             max_batch_tokens=spec.max_batch_tokens,
             max_sample_rows=spec.max_sample_rows,
             max_kv_tokens=spec.max_kv_tokens,
+            name=spec.model.name,
         )
     )
 
@@ -91,6 +91,16 @@ class _sender:
             self._connection.send(message)
         except OSError:
             log.warning("the daemon is gone; a result is dropped")
+
+
+def _set_before_torch() -> None:
+    """What torch's libraries read when they are loaded."""
+    # Idle OpenMP threads that spin take the cores from the daemon.
+    os.putenv("OMP_WAIT_POLICY", "PASSIVE")
+    # Compiled CPU kernels are kept for each shape ever seen, 1024 of them, about a megabyte each: too many for mixed
+    # lengths, where few shapes come again.
+    os.putenv("LRU_CACHE_CAPACITY", "128")
+    os.putenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
 
 
 def _die_with_parent() -> None:

@@ -138,16 +138,36 @@ class Unusable:
     error: OpenRLError
 
 
+@dataclass(slots=True)
+class Stopwatch:
+    """When work began on the device (seconds since the epoch; 0: not yet), and how many seconds of the device it had.
+
+    Work that shares the device gets its share of each turn.
+    """
+
+    started_at: float = 0.0
+    seconds: float = 0.0
+
+    def add(self, began_at: float, seconds: float) -> None:
+        self.started_at = self.started_at or began_at
+        self.seconds += seconds
+
+    def set(self, other: Stopwatch) -> None:
+        self.started_at, self.seconds = other.started_at, other.seconds
+
+
 @dataclass(frozen=True, slots=True)
 class Returned:
     number: int
     result: OpResult | OpenRLError
+    watch: Stopwatch
 
 
 @dataclass(frozen=True, slots=True)
 class Sampled:
     request: RequestId
     result: SampleOutput | OpenRLError
+    watch: Stopwatch
 
 
 FromWorker = Progress | Ready | Unusable | Returned | Sampled

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from openrl.backends.base import SampleJob
 from openrl.types import DeviceReport, ModelInfo, RequestId, SampleOutput
-from openrl.workers.messages import OpResult, Progress, WorkerOp
+from openrl.workers.messages import OpResult, Progress, Stopwatch, WorkerOp
 
 
 class Worker(Protocol):
@@ -17,12 +17,15 @@ class Worker(Protocol):
         """Prepare and open the model; raises `OpenRLError` when it cannot be served."""
         ...
 
-    async def call(self, op: WorkerOp) -> OpResult:
-        """Run one operation; operations run in the order of the calls. Raises the operation's `OpenRLError`."""
+    async def call(self, op: WorkerOp, watch: Stopwatch | None = None) -> OpResult:
+        """Run one operation; operations run in the order of the calls. Raises the operation's `OpenRLError`.
+
+        However it ends, `watch` then tells when it had the device.
+        """
         ...
 
-    async def sample(self, job: SampleJob) -> SampleOutput:
-        """Draw one job; many may be under way. Cancelling the task cancels the job."""
+    async def sample(self, job: SampleJob, watch: Stopwatch | None = None) -> SampleOutput:
+        """Draw one job; many may be under way. Cancelling the task cancels the job. `watch`: as for `call`."""
         ...
 
     def cancel(self, request: RequestId) -> None:

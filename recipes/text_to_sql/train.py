@@ -42,13 +42,13 @@ class Options:
     out: Annotated[str, "folder for metrics.jsonl, curves.png and report.md"] = "demo-out"
     eval_items: Annotated[int, "held-out questions"] = 64
     max_tokens: Annotated[int, "longest query in tokens"] = 40
-    sft_steps: Annotated[int, "supervised steps"] = 8
+    sft_steps: Annotated[int, "supervised steps"] = 10
     sft_batch: Annotated[int, "examples a supervised step"] = 16
     sft_lr: Annotated[float, "learning rate of the supervised stage"] = 1e-3
-    rl_steps: Annotated[int, "GRPO steps"] = 10
+    rl_steps: Annotated[int, "GRPO steps"] = 12
     rl_groups: Annotated[int, "questions a GRPO step"] = 8
     rl_samples: Annotated[int, "queries sampled for a question"] = 8
-    rl_lr: Annotated[float, "learning rate of the GRPO stage"] = 3e-4
+    rl_lr: Annotated[float, "learning rate of the GRPO stage"] = 1e-3
     rl_loss: Annotated[types.LossFnType, "importance_sampling or ppo"] = "importance_sampling"
 
 

@@ -8,15 +8,15 @@ from pathlib import Path
 
 import pytest
 import torch
-from support import tiny
-from support.training import RUN, SPEC, ce, item, run_pass
 from transformers import GPT2Config
 
 from openrl.backends.base import BackendSpec
 from openrl.backends.cpu import open_backend
 from openrl.backends.torch.device import choose, pick_device, pick_dtype
 from openrl.errors import ModelError
-from openrl.types import TrainOutput
+from openrl.types import AdamParams, TrainOutput
+from support import tiny
+from support.training import RUN, SPEC, ce, forward, forward_backward, item, run_pass, trainer
 
 CPU = torch.device("cpu")
 
@@ -39,6 +39,23 @@ def test_info_and_report(spec: BackendSpec) -> None:
     assert not backend.sample.busy
     (outcome,) = run_pass(backend.train, item(ce(5))).values()
     assert isinstance(outcome, TrainOutput)
+
+
+@pytest.mark.parametrize("family", ["llama", "gemma2"])
+def test_both_halves_share_one_model(family: str, model_folder: Callable[..., Path], spec: BackendSpec) -> None:
+    """What the sampler does to the weights for its own speed leaves training as it was."""
+    spec = replace(spec, folder=model_folder(family), dtype="bfloat16")
+    backend, alone = open_backend(spec), trainer(spec.folder, torch.bfloat16)
+    for held in (backend.train, alone):
+        held.create(RUN, SPEC)
+    payload = ce(40, 70)
+    assert forward(backend.train, payload).metrics == forward_backward(backend.train, payload).metrics  # G5
+    backend.train.optim_step(RUN, AdamParams(learning_rate=0.0))
+    outcomes = [next(iter(run_pass(held, item(payload)).values())) for held in (backend.train, alone)]
+    assert all(isinstance(outcome, TrainOutput) for outcome in outcomes)
+    steps = [held.optim_step(RUN, AdamParams()) for held in (backend.train, alone)]
+    assert outcomes[0].metrics == pytest.approx(outcomes[1].metrics, rel=1e-5)
+    assert steps[0].metrics == pytest.approx(steps[1].metrics, rel=1e-3)
 
 
 def test_unsupported_family_is_refused(spec: BackendSpec, tmp_path: Path) -> None:

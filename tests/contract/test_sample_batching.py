@@ -9,11 +9,13 @@ import pytest
 import torch
 
 from openrl.backends.base import SampleJob
+from openrl.backends.torch.kv import KVCache
 from openrl.errors import BadRequest, OutOfMemory
 from openrl.types import RequestId, SampleOutput
+from support import tiny
 from support.sampling import Ask, World, payload, run, run_all
 
-FAMILIES = ("llama", "qwen3", "gemma3")
+FAMILIES = tiny.FAMILIES
 
 
 @pytest.fixture(scope="module", params=FAMILIES)
@@ -241,6 +243,41 @@ def test_what_does_not_fit_alone_fails_with_out_of_memory(llama: World, monkeypa
     results = run_all(llama.sampler(), asks)
     assert isinstance(results[0], OutOfMemory)
     check(llama, asks[1:], [r for r in results[1:] if isinstance(r, SampleOutput)])
+
+
+@pytest.mark.parametrize("failing", [(1,), (2,), (2, 3), (3,)])
+def test_running_out_of_memory_while_the_cache_grows(
+    llama: World, monkeypatch: pytest.MonkeyPatch, failing: tuple[int, ...]
+) -> None:
+    """A cache that may be half moved is given up; all sequences are computed anew."""
+    calls = 0
+    real = KVCache.reserve
+
+    def reserve(cache: KVCache, *sizes: int) -> None:
+        nonlocal calls
+        calls += 1
+        if calls in failing:
+            cache.keys = cache.keys[:1]
+            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+        real(cache, *sizes)
+
+    monkeypatch.setattr(KVCache, "reserve", reserve)
+    asks = [
+        Ask(payload(prompt(100, 5), max_tokens=150, seed=1, stop=()), "a"),
+        Ask(payload(prompt(101, 5), 2, max_tokens=9, seed=2, stop=()), "b", at=2),
+        Ask(payload(prompt(102, 40), max_tokens=9, seed=3, stop=()), "a", at=4),
+    ]
+    check(llama, asks, run(llama.sampler(prefill_tokens=128), asks))
+    assert calls > max(failing)
+
+
+def test_a_cache_that_can_never_be_had_fails_the_request(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    def reserve(cache: KVCache, *sizes: int) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory.")
+
+    monkeypatch.setattr(KVCache, "reserve", reserve)
+    asks = [Ask(payload(prompt(i, 5), 2, max_tokens=9, seed=i)) for i in range(2)]
+    assert all(isinstance(r, OutOfMemory) for r in run_all(llama.sampler(), asks))
 
 
 def test_neither_prefill_nor_decoding_starves(llama: World) -> None:

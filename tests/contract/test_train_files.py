@@ -189,16 +189,18 @@ def test_load_adapter_for_sampling(model_folder: Callable[..., Path], folder: Pa
     trained(held, tmp_path)
     held.save(RUN, folder, optimizer=False, gradients=False)
     model = open_model(model_folder("llama"), torch.device("cpu"), torch.bfloat16)
-    adapter = load_adapter(folder, model.shapes, model.device).freeze(model.dtype)
+    adapter = load_adapter(folder, model.shapes, model.device)
     assert adapter.spec == SPEC
     for name, value in adapter.parameters():
         assert np.array_equal(value.numpy(), held.parameters(RUN)[name])
         assert not value.requires_grad
-    pair = adapter.pair("model.layers.0.mlp.up_proj", torch.bfloat16)
-    head = adapter.pair("lm_head", torch.float32)
-    assert pair is not None
-    assert head is not None
-    assert (pair[0].dtype, head[0].dtype) == (torch.bfloat16, torch.float32)
+    frozen = adapter.freeze(model.dtype).frozen
+    assert frozen is not None
+    down, up = frozen["model.layers.0.mlp.up_proj"]
+    a, b = (adapter.a["model.layers.0.mlp.up_proj"], adapter.b["model.layers.0.mlp.up_proj"])
+    assert torch.equal(down, (adapter.scale * a).to(torch.bfloat16).t())
+    assert torch.equal(up, b.to(torch.bfloat16).t())
+    assert frozen["lm_head"][0].dtype is torch.float32
 
 
 def test_c3_spec_of_a_new_run_is_the_checkpoints(llama: Trainer, folder: Path, tmp_path: Path) -> None:

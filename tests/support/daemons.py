@@ -18,6 +18,7 @@ from openrl.daemon.work import (
     NewSession,
     OptimStep,
     Raw,
+    SaveExternal,
     SaveSampler,
     SaveState,
     Train,
@@ -166,6 +167,8 @@ def raw(run: RunId, seq: int, work: Work) -> Raw:
             fields["path"] = name
         case SaveSampler(name=name, sampler_seq=number):
             fields |= {"path": name} if name is not None else {"sampling_session_seq_id": number}
+        case SaveExternal(name=name, ttl_seconds=ttl, recipients=recipients):
+            fields |= {"path": name, "ttl_seconds": ttl, "age_encryption_recipients": list(recipients)}
         case LoadState(path=path, optimizer=optimizer):
             fields |= {"path": path, "optimizer": optimizer}
         case _:

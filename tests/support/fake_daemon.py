@@ -31,7 +31,7 @@ from openrl.daemon.work import (
 )
 from openrl.errors import BadRequest, Gone, NotFound, OpenRLError
 from openrl.settings import ServerSettings
-from openrl.store.records import Checkpoint, Run, RunState, Sampler
+from openrl.store.records import Checkpoint, Run, RunState, RunSummary, Sampler
 from openrl.types import (
     CheckpointKind,
     LoraSpec,
@@ -75,8 +75,19 @@ class Submitted:
     raw: Raw
 
 
+class FakeRecords:
+    """The read side, as far as routes are tested without a store."""
+
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self._daemon = daemon
+
+    async def run(self, run: RunId) -> RunSummary:
+        return RunSummary(self._daemon.run(run), None, None)
+
+
 class FakeDaemon:
     def __init__(self) -> None:
+        self.rest = FakeRecords(self)
         self.sessions: dict[SessionId, str] = {}
         self.created: list[NewSession] = []
         self.runs: dict[RunId, Run] = {}

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import asyncio
 import json
+import time
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -27,10 +28,11 @@ from openrl.types import (
     TrainOutput,
 )
 from openrl.workers import messages
-from openrl.workers.messages import OpResult, Progress, WorkerOp
+from openrl.workers.messages import OpResult, Progress, Stopwatch, WorkerOp
 
 INFO = ModelInfo(vocab_size=1000, max_context=128, max_lora_rank=64, parameters=1, family="scalar")
 POISON = 666  # a pass with this token fails the pass as a whole
+SECONDS = 0.25  # of the device, that every operation and sample takes
 BAD = 13  # a datum with this token fails its item
 
 
@@ -67,18 +69,18 @@ class ScalarWorker:
         self._started = True
         return INFO, DeviceReport("scalar", "none", "int", 1, 0)
 
-    async def call(self, op: WorkerOp) -> OpResult:
+    async def call(self, op: WorkerOp, watch: Stopwatch | None = None) -> OpResult:
         self.calls.append(op)
-        await self._turn()
+        await self._turn(watch)
         if self.die_on(op):
             self.kill()
             raise WorkerDied("killed by the test")
         return self._apply(op)
 
-    async def sample(self, job: SampleJob) -> SampleOutput:
+    async def sample(self, job: SampleJob, watch: Stopwatch | None = None) -> SampleOutput:
         """Draws the sampler's weight as the only token."""
         self.jobs.append(job)
-        await self._turn()
+        await self._turn(watch)
         weight = 0
         if job.adapter is not None:
             weight = json.loads((job.adapter.folder / "scalar.json").read_text())["weight"]
@@ -98,8 +100,10 @@ class ScalarWorker:
     async def close(self) -> None:
         self._gone.set()
 
-    async def _turn(self) -> None:
+    async def _turn(self, watch: Stopwatch | None) -> None:
         await asyncio.sleep(0)
+        if watch is not None:
+            watch.add(time.time(), SECONDS)
         if self.hold is not None:
             await self.hold.wait()
         if self._gone.is_set():

@@ -240,6 +240,8 @@ def test_exports_are_what_a_script_needs() -> None:
     assert len(export_lines(from_hub, KEY, "http://x")) == 2
     with_alias = settings.load({"models": ["Qwen/Qwen3-0.6B"], "aliases": ["a/b=Qwen/Qwen3-0.6B"]}).settings
     assert len(export_lines(with_alias, KEY, "http://x")) == 3
+    remote = settings.load({"models": ["Qwen/Qwen3-0.6B"], "server.host": "0.0.0.0"}).settings
+    assert export_lines(remote, KEY, "http://x")[2].endswith("export HF_ENDPOINT=http://x/hf")
 
 
 # ---- doctor ----

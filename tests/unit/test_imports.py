@@ -28,8 +28,10 @@ ALLOWED: dict[str, set[str]] = {
     "openrl.apikey": {"openrl.private_file", "openrl.settings"},
     "openrl.private_file": set(),
     "openrl.app_events": set(),
+    "openrl.instance": set(),
     "openrl.app": {
         "openrl.app_events",
+        "openrl.instance",
         "openrl.backends.registry",
         "openrl.daemon",
         "openrl.models",
@@ -46,8 +48,11 @@ ALLOWED: dict[str, set[str]] = {
         "openrl.validation",
     },
     "openrl.server": {
+        "openrl.checkpoints.archive",
+        "openrl.checkpoints.rope",
         "openrl.codec",
         "openrl.daemon",
+        "openrl.models.hub_files",
         "openrl.private_file",
         "openrl.settings",
         "openrl.store.records",
@@ -57,6 +62,7 @@ ALLOWED: dict[str, set[str]] = {
     "openrl.daemon": {
         "openrl.backends.base",
         "openrl.checkpoints",
+        "openrl.codec",
         "openrl.settings",
         "openrl.store",
         "openrl.validation",
@@ -66,6 +72,8 @@ ALLOWED: dict[str, set[str]] = {
     "openrl.store": set(),
     "openrl.checkpoints": {"openrl.store.records"},
     "openrl.models": set(),
+    "openrl.models.linear": {"openrl.checkpoints", "openrl.models"},
+    "openrl.models.merge": {"openrl.checkpoints.peft", "openrl.models"},
     "openrl.models.fetch": {"openrl.models", "openrl.settings"},  # the environment of the pip it runs
     "openrl.workers.main": {"openrl.backends", "openrl.models", "openrl.workers"},
     "openrl.workers": {"openrl.backends.base"},

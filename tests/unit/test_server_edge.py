@@ -77,7 +77,7 @@ def test_unknown_routes_and_methods_are_json() -> None:
         ("POST", "healthz/", 404),  # T48: no redirects
         ("GET", "asample", 405),
         ("GET", "//nope", 404),
-        ("POST", "auth/token", 404),
+        ("POST", "auth/apikey", 404),  # L4
     ]:
         answer = http.call(method, path)
         assert answer.status_code == status

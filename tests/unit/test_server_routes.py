@@ -61,8 +61,9 @@ def test_t29_client_config_has_no_nulls(http: Http) -> None:
     """2.2: every flag typed, and on only what is served."""
     config = http.post("client/config", {"sdk_version": "0.38.0"}).json()
     assert None not in config.values()
-    off = ["pjwt_auth_enabled", "proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side"]
+    off = ["proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side"]
     assert not any(config[flag] for flag in [*off, "sample_join_sampling_session", "sample_no_retries"])
+    assert config["pjwt_auth_enabled"]
     assert config["parallel_fwdbwd_chunks"]
     assert config["create_model_via_load_weights"]
     assert config["billing_exception_max_pause_duration_sec"] == 0

@@ -129,7 +129,7 @@ def test_an_unknown_model_stops_the_start(tmp_path: Path) -> None:
 def test_every_field_has_a_setting_and_every_setting_a_field(tmp_path: Path) -> None:
     found = resolve(tmp_path).settings
     keys = {"data_dir", "models", "aliases", "server.api_key"}
-    for group in ("server", "engine", "daemon", "log"):
+    for group in ("server", "engine", "daemon", "log", "hub", "billing"):
         keys |= {f"{group}.{field.name}" for field in dataclasses.fields(getattr(found, group))}
     assert keys == set(settings.BY_KEY)
     assert len({setting.env for setting in settings.SETTINGS}) == len(settings.SETTINGS)

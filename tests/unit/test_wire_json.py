@@ -274,13 +274,19 @@ def test_numbers_may_be_ints_or_floats() -> None:
         ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs is not served yet"),
         ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not served yet"),
         ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not served yet"),
-        ({"record_stability_info": True}, "record_stability_info is not served yet"),
     ],
 )
 def test_bad_samples_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest) as caught:
         sample(**fields)
     assert message in str(caught.value)
+
+
+def test_recording_for_stable_reinforce_is_taken_and_ignored() -> None:
+    """1.9: nothing of it is in the answer, and the loss that would read it is refused with a word of what to use."""
+    asked, plain = sample(record_stability_info=True), sample()
+    assert asked.params == plain.params
+    assert asked.prompt.tolist() == plain.prompt.tolist()
 
 
 def test_a_long_prompt_decodes_in_milliseconds() -> None:

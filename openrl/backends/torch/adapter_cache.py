@@ -27,9 +27,7 @@ class AdapterCache:
     def get(self, ref: AdapterRef, in_use: Set[str]) -> Adapter:
         """The adapter in the compute dtype; `in_use` are keys to keep. Raises `OpenRLError` if it cannot be loaded."""
         if ref.key not in self._held:
-            loaded = self._load(ref).freeze(self._dtype)
-            # Only the compute copies are needed here; the float32 originals would double the memory.
-            self._held[ref.key] = Adapter(loaded.spec, {}, {}, loaded.compute)
+            self._held[ref.key] = self._load(ref).freeze(self._dtype)
         self._held.move_to_end(ref.key)
         self._trim(in_use | {ref.key})
         return self._held[ref.key]

@@ -68,7 +68,7 @@ class KVCache:
     def reserve(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
         """Make room for `slots` * `length`, keeping what the first `used_slots` hold in `used_length` columns.
 
-        The caller has checked `fits`. Grows to a power of two and a block, or exactly where that would be too much.
+        The caller has checked `fits`. Grows to a power of two and a block, or as far as `max_tokens` lets it.
         """
         if not self.holds(slots, length):
             self._resize(*self._rounded(slots, length), used_slots, used_length)
@@ -84,7 +84,8 @@ class KVCache:
         long = max(long, self.length) if self.fits(wide, max(long, self.length)) else long
         if self.fits(wide, long):
             return wide, long
-        return (slots, long) if self.fits(slots, long) else (slots, length)
+        # All that is left, rather than just enough, or every further token would move the whole cache.
+        return slots, min(long, self._max_tokens // slots)
 
     def _resize(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
         """Layer by layer, so that old and new lie side by side for one tensor only."""

@@ -32,13 +32,14 @@ class LoraShape:
 class Adapter:
     """One adapter's weights by layer name: A float32 [r, in] and B float32 [out, r].
 
-    `compute` holds copies in the model's dtype for sampling; training casts anew on each pass, since A and B move.
+    `frozen` holds what sampling multiplies by, (scale A)^T [in, r] and B^T [r, out] in the model's dtype; training
+    casts anew on each pass, since A and B move.
     """
 
     spec: LoraSpec
     a: dict[str, Tensor]
     b: dict[str, Tensor]
-    compute: dict[str, tuple[Tensor, Tensor]] | None = None
+    frozen: dict[str, tuple[Tensor, Tensor]] | None = None
 
     @property
     def scale(self) -> float:
@@ -46,8 +47,6 @@ class Adapter:
 
     def pair(self, name: str, dtype: torch.dtype) -> tuple[Tensor, Tensor] | None:
         """A and B of a layer in the compute dtype, or None where this adapter leaves the layer alone."""
-        if self.compute is not None:
-            return self.compute.get(name)
         if name not in self.a:
             return None
         return self.a[name].to(dtype), self.b[name].to(dtype)
@@ -59,14 +58,13 @@ class Adapter:
             yield f"{name}.lora_B", self.b[name]
 
     def freeze(self, dtype: torch.dtype) -> Adapter:
-        """This adapter with compute copies made once, for sampling. The head's stay float32, as its logits do (L6)."""
+        """An adapter for sampling only. The head's factors stay float32, as its logits do (L6)."""
 
         def cast(name: str) -> tuple[Tensor, Tensor]:
             kind = torch.float32 if name == HEAD_NAME else dtype
-            return self.a[name].detach().to(kind), self.b[name].detach().to(kind)
+            return (self.a[name].detach() * self.scale).to(kind).t(), self.b[name].detach().to(kind).t()
 
-        self.compute = {name: cast(name) for name in self.a}
-        return self
+        return Adapter(self.spec, {}, {}, {name: cast(name) for name in self.a})
 
 
 def layer_names(spec: LoraSpec, shapes: dict[str, LoraShape]) -> list[str]:
@@ -139,7 +137,9 @@ class LoraLinear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         segments = self.routing.segments
-        if not torch.is_grad_enabled():
+        # Training goes one way with a graph and without, so that `forward` gives the numbers of `forward_backward` (G5)
+        # whatever the sampler has made of the base layer.
+        if not any(s.adapter is not None and s.adapter.frozen is None for s in segments):
             return add_lora(self.base(x), x, self.name, segments)
         adapted = [s for s in segments if s.adapter is not None and self.name in s.adapter.a]
         factors = [t for s in adapted if s.adapter for t in (s.adapter.a[self.name], s.adapter.b[self.name])]
@@ -152,10 +152,23 @@ def add_lora(y: Tensor, x: Tensor, name: str, segments: tuple[Segment, ...]) -> 
     y [rows, ..., out] contiguous, x [rows, ..., in].
     """
     for s in segments:
-        pair = s.adapter.pair(name, x.dtype) if s.adapter is not None else None
-        if pair is not None:
+        if s.adapter is None:
+            continue
+        if s.adapter.frozen is not None:
+            _add_frozen(y, x, s, s.adapter.frozen.get(name))
+        elif pair := s.adapter.pair(name, x.dtype):
             _add(y, x, s, *pair)
     return y
+
+
+def _add_frozen(y: Tensor, x: Tensor, s: Segment, factors: tuple[Tensor, Tensor] | None) -> None:
+    """As `_add`, in as few operations as can be: with one row, each costs as much as the product it prepares."""
+    if factors is None:
+        return
+    if y.shape[0] != s.stop - s.start:
+        x, y = x[s.start : s.stop], y[s.start : s.stop]
+    down, up = factors
+    y.view(-1, y.shape[-1]).addmm_(x.reshape(-1, x.shape[-1]).mm(down), up)
 
 
 def _add(y: Tensor, x: Tensor, s: Segment, a: Tensor, b: Tensor) -> Tensor:

@@ -6,7 +6,7 @@ kept apart in float32, so that logprobs never pass through bf16 logits (L6) and 
 
 from __future__ import annotations
 
-from collections.abc import Generator
+from collections.abc import Callable, Generator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -47,6 +47,7 @@ class CausalLM:
     parameters: int
     dtype: torch.dtype
     device: torch.device
+    project_packed: Callable[[Tensor], Tensor] | None = None  # a faster product with the head, where there is one
 
     @property
     def vocab_size(self) -> int:
@@ -65,6 +66,8 @@ class CausalLM:
         """hidden [M, H] times the head, accumulated and returned in float32 [M, V] (L6)."""
         if self.head_wide is self.head and self.dtype is not torch.float32:
             return torch.mm(hidden, self.head.t(), out_dtype=torch.float32, out=out)
+        if self.project_packed is not None and out is None:
+            return self.project_packed(hidden.float())
         # Values that came from bf16 lose nothing when the CPU multiplies them as bf16; the sum stays float32.
         exact = self.dtype is torch.bfloat16 and hidden.shape[0] >= _CONVERT_ROWS
         with _cpu_products("bf16" if exact else "ieee"):

@@ -1,8 +1,8 @@
 """Base weights packed for the CPU: what a small batch spends most of its time on is bringing weights into shape.
 
-oneDNN wants bf16 weights in blocks and, given plain rows, rearranges them in every product. Decoding multiplies few
-rows by the same weights for ever, so a rearranged copy made once makes it 1.3 to 1.8 times as fast, with equal
-results to the bit. Training keeps using the plain weights, which its backward pass needs.
+oneDNN wants weights in blocks and, given plain rows, rearranges them in every product. Decoding multiplies few rows
+by the same weights for ever, so a rearranged copy made once makes layers 1.3 to 1.8 times and the head twice as
+fast, at the same precision. Training keeps using the plain weights, which its backward pass needs.
 """
 
 from __future__ import annotations
@@ -30,22 +30,33 @@ class PackedLinear(nn.Linear):
         nn.Module.__init__(self)
         self.in_features, self.out_features = base.in_features, base.out_features
         self.weight, self.bias = base.weight, base.bias
-        self._packed = _OPS._reorder_linear_weight(base.weight.detach(), _EXPECTED_ROWS)
+        self._packed = _packed(base.weight.detach())
 
     def forward(self, input: Tensor) -> Tensor:
-        return _OPS._linear_pointwise(input, self._packed, self.bias, "none", [], "")
+        return _product(input, self._packed, self.bias)
 
 
 def pack(model: CausalLM) -> bool:
-    """Pack the layers that carry adapters, if device, dtype and free memory allow; whether it was done."""
+    """Pack the head and the layers that carry adapters, if device, dtype and memory allow; whether it was done."""
     layers = [m for m in model.backbone.modules() if isinstance(m, LoraLinear) and not isinstance(m.base, PackedLinear)]
+    size = model.head_wide.nbytes + sum(m.base.weight.nbytes for m in layers)
     if model.device.type != "cpu" or model.dtype is not torch.bfloat16 or not _supported():
         return False
-    if sum(m.base.weight.nbytes for m in layers) > _MEMORY_SHARE * psutil.virtual_memory().available:
+    if size > _MEMORY_SHARE * psutil.virtual_memory().available:
         return False
     for layer in layers:
         layer.base = PackedLinear(layer.base)
+    head = _packed(model.head_wide)
+    model.project_packed = lambda hidden: _product(hidden, head, None)
     return True
+
+
+def _packed(weight: Tensor) -> Tensor:
+    return _OPS._reorder_linear_weight(weight, _EXPECTED_ROWS)
+
+
+def _product(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    return _OPS._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def _supported() -> bool:

@@ -68,6 +68,12 @@ class Sampler:
         """Whether `step` has work."""
         return bool(self._finished) or self._schedule.busy
 
+    @property
+    def active(self) -> list[RequestId]:
+        """The request of each sequence that has a row now."""
+        growing = self._schedule.growing
+        return [s.job.request for s in self._schedule.live] + ([growing.job.request] if growing else [])
+
     def add(self, job: SampleJob) -> None:
         """Queue a job. Raises `BadRequest` if it can never run: illegal values, or more tokens than ever fit."""
         payload = job.payload
@@ -96,8 +102,8 @@ class Sampler:
             self._turn()
         if not self._schedule.slots:
             self._runner.clear()
-        if not self._schedule.busy:
-            self._schedule.relax()
+            if self._finished:  # work goes on, so that trying more at a time again cannot go in circles
+                self._schedule.relax()
         finished, self._finished = self._finished, []
         return finished
 
@@ -268,10 +274,10 @@ class Sampler:
     def _relieve(self, plan: Items[Prefix]) -> None:
         """Take on less: fewer prompts, fewer rows, shorter parts, in this order; fail what is alone and too much."""
         schedule = self._schedule
-        if not self._runner.intact:
-            self._runner.clear()
-            schedule.requeue(schedule.live)
         members = [m for p in plan for m in p.members if not m.job.ended]
+        if not self._runner.intact:
+            members += schedule.live
+            self._runner.clear()
         schedule.requeue(members)
         rows = len(schedule.live)
         if len(plan) > 1:
@@ -279,7 +285,7 @@ class Sampler:
         elif rows > 1 or (rows and members):
             schedule.rows = max(1, rows // 2)
             schedule.send_back(rows - rows // 2)
-        elif members and schedule.prefill_tokens > _SMALLEST_PART:
+        elif plan and schedule.prefill_tokens > _SMALLEST_PART:
             schedule.prefill_tokens = max(_SMALLEST_PART, schedule.prefill_tokens // 2)
         elif len(members) > 1:
             schedule.rows = len(members) // 2

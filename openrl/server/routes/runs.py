@@ -7,9 +7,9 @@ from starlette.responses import Response
 
 from openrl.codec import decode_json
 from openrl.server.errors import json_response
-from openrl.server.requests import daemon_of, read_json, read_raw
+from openrl.server.requests import check_scope, daemon_of, page_of, read_json, read_raw
 from openrl.types import Op, RunId
-from openrl.wire import replies
+from openrl.wire import records, replies
 from openrl.wire.bodies import decode_new_run, decode_work
 from openrl.wire.messages import ModelBody
 
@@ -27,8 +27,16 @@ async def get_info(request: Request) -> Response:
     return json_response(replies.run_info(run, model))
 
 
+async def list_training_runs(request: Request) -> Response:
+    """The CLI asks for 100 at a time and takes a short page for the last one (T25)."""
+    limit, offset = page_of(request)
+    project = request.query_params.get("project_id")
+    return json_response(records.run_page(await daemon_of(request).rest.runs(limit, offset, project), limit, offset))
+
+
 async def training_run(request: Request) -> Response:
-    return json_response(replies.training_run(daemon_of(request).run(RunId(request.path_params["run"]))))
+    check_scope(request)
+    return json_response(records.run(await daemon_of(request).rest.run(RunId(request.path_params["run"]))))
 
 
 async def unload_model(request: Request) -> Response:

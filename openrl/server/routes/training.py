@@ -6,14 +6,16 @@ parallel chunks it would hang for ever (O5, O6, T1). Bad content is accepted, an
 
 from __future__ import annotations
 
+from typing import Any
+
 from starlette.requests import Request
 from starlette.responses import Response
 
-from openrl.codec import decode_json
+from openrl.codec import decode_json, encode_json
 from openrl.daemon.work import Raw, Work
-from openrl.errors import BadRequest, OpenRLError
+from openrl.errors import BadRequest, OpenRLError, Unauthorized
 from openrl.server.errors import json_response
-from openrl.server.requests import Received, daemon_of, off_loop, read_raw, receive_body
+from openrl.server.requests import Received, check_access_token, daemon_of, off_loop, read_raw, receive_body
 from openrl.types import Op, RunId, SessionId
 from openrl.wire import replies
 from openrl.wire.bodies import decode_work, read_address
@@ -41,12 +43,19 @@ async def save_weights_for_sampler(request: Request) -> Response:
     return await _accept(request, Op.SAVE_SAMPLER, await receive_body(request))
 
 
+async def save_weights_external(request: Request) -> Response:
+    return await _accept(request, Op.SAVE_EXTERNAL, await receive_body(request))
+
+
 async def load_weights(request: Request) -> Response:
     """Into an existing run, or (addressed by session) as the first state of a new one."""
     raw = await read_raw(request)
     address = decode_json(LoadAddressBody, raw.body)
+    raw, refused = _without_token(request, address.weights_access_token, raw)
     if address.model_id is not None and address.session_id is None:
-        return await _accept(request, Op.LOAD_STATE, Received(raw))
+        return await _accept(request, Op.LOAD_STATE, Received(raw), refused)
+    if refused is not None:
+        raise refused
     if address.model_id is not None or address.session_id is None or address.model_seq_id is None:
         raise BadRequest("load_weights takes model_id and seq_id, or session_id and model_seq_id, and not both")
     body = decode_json(LoadWeightsBody, raw.body)
@@ -61,12 +70,28 @@ async def load_weights(request: Request) -> Response:
     return json_response(replies.promise(promised))
 
 
-async def _accept(request: Request, op: Op, received: Received) -> Response:
+def _without_token(request: Request, token: str | None, raw: Raw) -> tuple[Raw, Unauthorized | None]:
+    """The body without the access token, which must not be stored (T52), and why the token is refused, if it is."""
+    if token is None:
+        return raw, None
+    fields = decode_json(dict[str, Any], raw.body)
+    del fields["weights_access_token"]
+    clean = Raw(raw.content_type, encode_json(fields))
+    try:
+        check_access_token(request, token)
+    except Unauthorized as error:
+        return clean, error
+    return clean, None
+
+
+async def _accept(request: Request, op: Op, received: Received, refused: OpenRLError | None = None) -> Response:
     raw = received.raw
     address = await _address(received)
     if op is Op.FORWARD_BACKWARD and address.forward_only:
         op = Op.FORWARD
-    if received.error is not None:
+    if refused is not None:
+        work = refused
+    elif received.error is not None:
         work, raw = received.error, Raw(raw.content_type, b"")  # of no use without its end
     else:
         work = await off_loop(len(raw.body), _decode, op, raw)

@@ -1,0 +1,145 @@
+"""Adapters made elsewhere: what PEFT or a Tinker archive holds, brought into the form in which runs are saved.
+
+Only what stays exactly the same function is taken. alpha is 32 here (A1), so another one is folded into B. Layers that
+the adapter leaves alone, though its kind of layer is trained, get A = B = 0: they add nothing and have no gradient, so
+they stay so in further training.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, cast
+
+import numpy as np
+
+from openrl.checkpoints.peft import (
+    ADAPTER_FILE,
+    ALPHA,
+    ARCHIVE_HEAD,
+    ATTN_MODULES,
+    CONFIG_FILE,
+    HEAD_NAME,
+    MLP_MODULES,
+    OPTIMIZER_FILE,
+    PREFIX,
+    SUFFIX,
+    AdapterFolder,
+    write_adapter,
+    write_tensors,
+)
+from openrl.checkpoints.tensor_file import read_float32
+from openrl.errors import BadRequest
+from openrl.types import Array, LoraSpec
+
+Shape = tuple[int, int]  # of a linear layer's weight: outputs, inputs
+
+# Keys of adapter_config.json that, when set, make another function of the same tensors.
+_REFUSED = {
+    "use_rslora": "rank-stabilised scaling (alpha / sqrt(r))",
+    "use_dora": "DoRA (a magnitude vector beside A and B)",
+    "modules_to_save": "fully trained modules",
+    "rank_pattern": "different ranks for different layers",
+    "alpha_pattern": "different alphas for different layers",
+    "fan_in_fan_out": "transposed base weights",
+    "lora_bias": "a bias on B",
+    "layer_replication": "replicated layers",
+    "target_parameters": "adapted parameters that are no linear layers",
+    "trainable_token_indices": "trained token embeddings",
+    "alora_invocation_tokens": "an adapter that is active only after some tokens",
+    "use_qalora": "QA-LoRA",
+}
+
+
+def read_foreign(folder: Path, layers: Mapping[str, Shape], max_rank: int) -> AdapterFolder:
+    """The adapter in `folder` for a base model with these linear layers, in float32, as a run with alpha 32 has it.
+
+    Raises BadRequest, in words, for an adapter that cannot be had exactly or does not fit the model.
+    """
+    rank, alpha = _read_config(folder / CONFIG_FILE, max_rank)
+    given = {_name(key): tensor for key, tensor in read_float32(folder / ADAPTER_FILE).items()}
+    leaves = {name.split(".")[-2] for name in given}
+    spec = LoraSpec(
+        rank=rank,
+        seed=0,
+        train_attn=bool(leaves & set(ATTN_MODULES)),
+        train_mlp=bool(leaves & set(MLP_MODULES)),
+        train_unembed=HEAD_NAME in leaves,
+    )
+    _check_layers(given, layers, rank)
+    return AdapterFolder(spec, _complete(given, layers, spec, alpha / ALPHA))
+
+
+def write_training(into: Path, adapter: AdapterFolder, base_model: str) -> None:
+    """Write a training checkpoint's files: the adapter, and an optimizer that has not taken a step."""
+    write_adapter(into, adapter.spec, adapter.tensors, base_model)
+    state: dict[str, Array] = {"t": np.array(0, np.int64)}
+    for prefix in ("m", "v"):
+        state |= {f"{prefix}.{name}": np.zeros_like(tensor) for name, tensor in adapter.tensors.items()}
+    write_tensors(into / OPTIMIZER_FILE, state)
+
+
+def _read_config(file: Path, max_rank: int) -> tuple[int, float]:
+    """Rank and alpha."""
+    try:
+        config = cast("dict[str, Any]", json.loads(file.read_text()))
+    except (OSError, ValueError) as error:
+        raise BadRequest(f"{file.parent} has no readable {file.name}: {error}.") from error
+    if config.get("peft_type") != "LORA":
+        raise BadRequest(f"peft_type is {config.get('peft_type')!r}; only LORA adapters can be imported.")
+    if config.get("bias", "none") != "none":
+        raise BadRequest(f"bias is {config['bias']!r}: the adapter trained biases, which runs here do not have.")
+    for key, meaning in _REFUSED.items():
+        if config.get(key):
+            raise BadRequest(f"{key} is {config[key]!r}: {meaning} cannot be taken over exactly.")
+    rank, alpha = config.get("r"), config.get("lora_alpha")
+    if not isinstance(rank, int) or not 1 <= rank <= max_rank:
+        raise BadRequest(f"r is {rank!r}; legal: 1 to {max_rank}.")
+    if not isinstance(alpha, (int, float)) or alpha <= 0:
+        raise BadRequest(f"lora_alpha is {alpha!r}; it must be a positive number.")
+    return rank, alpha
+
+
+def _name(key: str) -> str:
+    """`<layer>.lora_A` or `<layer>.lora_B`."""
+    name = key.removeprefix(PREFIX).removesuffix(SUFFIX)
+    layer, _, factor = name.rpartition(".")
+    if not key.startswith(PREFIX) or not key.endswith(SUFFIX) or factor not in ("lora_A", "lora_B") or not layer:
+        raise BadRequest(f"{ADAPTER_FILE} holds {key!r}; expected {PREFIX}<layer>.lora_A{SUFFIX} or .lora_B{SUFFIX}.")
+    return f"{HEAD_NAME if layer == ARCHIVE_HEAD else layer}.{factor}"
+
+
+def _check_layers(given: Mapping[str, Array], layers: Mapping[str, Shape], rank: int) -> None:
+    if not given:
+        raise BadRequest(f"{ADAPTER_FILE} is empty.")
+    legal = (*ATTN_MODULES, *MLP_MODULES, HEAD_NAME)
+    for layer in sorted({name.rpartition(".")[0] for name in given}):
+        if layer.rpartition(".")[2] not in legal:
+            raise BadRequest(f"the adapter changes {layer!r}; layers that can be adapted: {', '.join(legal)}.")
+        if layer not in layers:
+            raise BadRequest(f"the adapter changes {layer!r}, which the base model does not have.")
+        outputs, inputs = layers[layer]
+        for factor, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+            found = given.get(f"{layer}.{factor}")
+            if found is None or found.shape != shape:
+                what = "is missing" if found is None else f"has shape {found.shape}"
+                raise BadRequest(f"{layer}.{factor} {what}; this base model needs {shape}.")
+
+
+def _complete(
+    given: Mapping[str, Array], layers: Mapping[str, Shape], spec: LoraSpec, factor: float
+) -> dict[str, Array]:
+    """All layers that a run of `spec` has, with B scaled by `factor`."""
+    wanted: set[str] = set()
+    wanted |= set(ATTN_MODULES) if spec.train_attn else set()
+    wanted |= set(MLP_MODULES) if spec.train_mlp else set()
+    wanted |= {HEAD_NAME} if spec.train_unembed else set()
+    tensors: dict[str, Array] = {}
+    for layer, (outputs, inputs) in layers.items():
+        if layer.rpartition(".")[2] in wanted:
+            a = given.get(f"{layer}.lora_A", np.zeros((spec.rank, inputs), np.float32))
+            b = given.get(f"{layer}.lora_B", np.zeros((outputs, spec.rank), np.float32))
+            tensors[f"{layer}.lora_A"] = np.ascontiguousarray(a)
+            tensors[f"{layer}.lora_B"] = (b.astype(np.float64) * factor).astype(np.float32)
+    return tensors
