@@ -104,7 +104,7 @@ def lay(source: Path, base: str, name: str | None, settings: Settings, place: Ch
     name = name or (source.name if NAME_PATTERN.fullmatch(source.name) else _FALLBACK_NAME)
     if not NAME_PATTERN.fullmatch(name):
         raise BadRequest(f"{name!r} cannot be a checkpoint's name; legal: letters, digits, '.', '_' and '-'.")
-    adapter = read_foreign(source, linear.shapes(base_folder(base, settings)), MAX_LORA_RANK)
+    adapter = read_foreign(source, linear.Layers(base_folder(base, settings)), MAX_LORA_RANK)
     served = served_name(base, settings)
     address = Address(RunId(f"{secrets.token_hex(8)}:train:0"), CheckpointKind.TRAINING, name)
     folder = new_folder(address)

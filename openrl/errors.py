@@ -65,6 +65,12 @@ class Conflict(OpenRLError):
     category: Category = "user"
 
 
+class Cancelled(OpenRLError):
+    """The client gave the request up before it was done."""
+
+    category: Category = "user"
+
+
 class Busy(OpenRLError):
     """The server is full for the moment; try again soon."""
 

@@ -40,7 +40,8 @@ class LossSpec:
 
 @dataclass(frozen=True, slots=True)
 class Loss:
-    """Value of a datum's loss, `grad` = dL/dlp float32 of lp's shape, and sums that go into the metrics."""
+    """Value of a datum's loss, `grad` = dL/dlp float32 of lp's shape, and its part of each metric `name:reduction`,
+    which are summed over datums, or averaged where the name says `mean`."""
 
     total: float
     grad: FloatArray

@@ -130,8 +130,32 @@ class SamplingParams:
 
 
 @dataclass(frozen=True, slots=True)
+class Cells:
+    """Numbers in the cells of a table [rows, columns], which `shape` states.
+
+    Dense: `values` [rows * columns], row by row. Sparse (CSR): `values` [M] are those of the listed cells alone, `crow`
+    int64 [rows + 1] says where each row begins among them, `cols` int64 [M] in which column each is.
+    """
+
+    values: Array
+    shape: tuple[int, int]
+    crow: npt.NDArray[np.int64] | None = None
+    cols: npt.NDArray[np.int64] | None = None
+
+    def rows(self) -> npt.NDArray[np.int64]:
+        """The row of each of `values`, ascending."""
+        rows, columns = self.shape
+        return np.repeat(np.arange(rows), columns if self.crow is None else np.diff(self.crow))
+
+
+@dataclass(frozen=True, slots=True)
 class SamplePayload:
-    """The content of one `asample` request. `prompt` is int32 [N]."""
+    """The content of one `asample` request. `prompt` is int32 [N].
+
+    `target_prompt_logprobs` holds token ids, int64 of shape [N - 1, K]: cell [i, j] is to be scored as prompt token
+    i + 1, -1 asks for nothing. `prompt_alt_tokens_k` draws are to be made at every prompt token but the first.
+    `prompt_logprobs_last_n` (1..N-1, None: all) limits `prompt_logprobs` and `topk_prompt_logprobs` to the last tokens.
+    """
 
     prompt: npt.NDArray[np.int32]
     num_samples: int = 1
@@ -139,16 +163,31 @@ class SamplePayload:
     prompt_logprobs: bool = False
     topk_prompt_logprobs: int = 0
     topk_sample_logprobs: int = 0
+    target_prompt_logprobs: Cells | None = None
+    prompt_alt_tokens_k: int = 0
+    prompt_logprobs_last_n: int | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class TopK:
     """Most likely tokens a position, descending: `ids` int32 [rows, k], `logprobs` float32 [rows, k].
 
-    Empty cells (position 0 of a prompt) hold id 0 and logprob -99999.0 (T34).
+    Empty cells (prompt positions that are not scored, such as 0) hold id 0 and logprob -99999.0 (T34).
     """
 
     ids: npt.NDArray[np.int32]
+    logprobs: FloatArray
+
+
+@dataclass(frozen=True, slots=True)
+class AltTokens:
+    """Independent draws at every prompt token but the first: `ids` int64 [N - 1, k], `logprobs` float32 [N - 1, k].
+
+    Row i holds alternatives to prompt token i + 1, drawn with replacement at the request's temperature and without
+    top-k or top-p; their logprobs are at temperature 1, as those of the prompt's own tokens.
+    """
+
+    ids: npt.NDArray[np.int64]
     logprobs: FloatArray
 
 
@@ -164,11 +203,14 @@ class SampledSequence:
 
 @dataclass(frozen=True, slots=True)
 class SampleOutput:
-    """Result of one `asample`: `num_samples` sequences; `prompt_logprobs` float32 [N] with NaN at 0 (S5)."""
+    """Result of one `asample`: `num_samples` sequences; `prompt_logprobs` float32 [N] with NaN at 0 (S5) and wherever
+    else none was asked for. `target_prompt` has the request's shape and layout, 0.0 where it had -1."""
 
     sequences: tuple[SampledSequence, ...]
     prompt_logprobs: FloatArray | None = None
     topk_prompt: TopK | None = None
+    target_prompt: Cells | None = None
+    alt_tokens: AltTokens | None = None
 
 
 # ---- models ----

@@ -178,8 +178,11 @@ def check_sample(payload: SamplePayload, info: ModelInfo) -> None:
     _check_range("num_samples", payload.num_samples, 1, MAX_SAMPLES)
     _check_range("topk_prompt_logprobs", payload.topk_prompt_logprobs, 0, min(MAX_TOPK, info.vocab_size))
     _check_range("topk_sample_logprobs", payload.topk_sample_logprobs, 0, min(MAX_TOPK, info.vocab_size))
+    _check_range("prompt_alt_tokens_k", payload.prompt_alt_tokens_k, 0, MAX_TOPK)
     _check_params(payload.params, info)
     _check_prompt(payload, info)
+    _check_last(payload)
+    check_targets(payload, info.vocab_size)
 
 
 def _check_prompt(payload: SamplePayload, info: ModelInfo) -> None:
@@ -194,6 +197,35 @@ def _check_prompt(payload: SamplePayload, info: ModelInfo) -> None:
     if length + wanted > info.max_context:
         given = f"prompt ({length} tokens) + max_tokens ({wanted}) is {length + wanted}"
         raise BadRequest(f"{given}; the model's context holds {info.max_context}")
+
+
+def _check_last(payload: SamplePayload) -> None:
+    last, length = payload.prompt_logprobs_last_n, len(payload.prompt)
+    if last is None:
+        return
+    if not payload.prompt_logprobs:
+        hint = "Set prompt_logprobs (include_prompt_logprobs in the SDK), or leave it out."
+        raise BadRequest("prompt_logprobs_last_n says how many prompt_logprobs are wanted, but none are.", hint)
+    if not 1 <= last < length:
+        legal = f"1..{length - 1}, one less than the prompt's tokens" if length > 1 else "none for a prompt of 1 token"
+        raise BadRequest(f"prompt_logprobs_last_n is {last}; legal: {legal}")
+
+
+def check_targets(payload: SamplePayload, vocab_size: int) -> None:
+    """`target_prompt_logprobs`: int64 [N - 1, K] of token ids, or -1 where nothing is wanted."""
+    cells = payload.target_prompt_logprobs
+    if cells is None:
+        return
+    if cells.values.dtype != np.int64:
+        raise BadRequest(f"target_prompt_logprobs must be int64, got {cells.values.dtype}")
+    rows = len(payload.prompt) - 1
+    if cells.shape[0] != rows:
+        given = f"has shape {list(cells.shape)}"
+        raise BadRequest(f"target_prompt_logprobs {given}; a prompt of {rows + 1} tokens takes [{rows}, K]")
+    bad = (cells.values < -1) | (cells.values >= vocab_size)
+    if bad.any():
+        where = f"target_prompt_logprobs: token id {cells.values[bad][0]} for prompt token {cells.rows()[bad][0] + 1}"
+        raise BadRequest(f"{where}; legal: 0..{vocab_size - 1}, or -1 for none")
 
 
 def _check_params(params: SamplingParams, info: ModelInfo) -> None:

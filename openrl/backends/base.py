@@ -12,6 +12,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
 
+from openrl.custom_loss import LossProgram
 from openrl.errors import OpenRLError
 from openrl.types import (
     AdamParams,
@@ -37,6 +38,7 @@ class TrainItem:
     run: RunId
     payload: TrainPayload
     backward: bool  # False: `forward`, which changes nothing (G5)
+    program: LossProgram | None = None  # the loss, where the payload's `loss_fn` is "custom"
 
 
 @dataclass(frozen=True, slots=True)

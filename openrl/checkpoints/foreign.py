@@ -8,9 +8,10 @@ they stay so in further training.
 from __future__ import annotations
 
 import json
+import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, cast
+from typing import Any, Protocol, cast
 
 import numpy as np
 
@@ -35,8 +36,10 @@ from openrl.types import Array, LoraSpec
 
 Shape = tuple[int, int]  # of a linear layer's weight: outputs, inputs
 
+_BASE_COPY = re.compile(re.escape(PREFIX) + r"(?P<layer>lm_head|model\.embed_tokens)(\.base_layer)?\.weight")
+
 # Keys of adapter_config.json that, when set, make another function of the same tensors.
-_REFUSED = {
+_REFUSED: Mapping[str, str] = {
     "use_rslora": "rank-stabilised scaling (alpha / sqrt(r))",
     "use_dora": "DoRA (a magnitude vector beside A and B)",
     "modules_to_save": "fully trained modules",
@@ -52,13 +55,29 @@ _REFUSED = {
 }
 
 
-def read_foreign(folder: Path, layers: Mapping[str, Shape], max_rank: int) -> AdapterFolder:
-    """The adapter in `folder` for a base model with these linear layers, in float32, as a run with alpha 32 has it.
+class Base(Protocol):
+    """What must be known of the base model."""
+
+    def shapes(self) -> Mapping[str, Shape]:
+        """Of its linear layers, by name."""
+        ...
+
+    def weight(self, layer: str) -> Array:
+        """A layer's weight in float32."""
+        ...
+
+
+def read_foreign(folder: Path, base: Base, max_rank: int) -> AdapterFolder:
+    """The adapter in `folder` for a base model, in float32, as a run with alpha 32 has it.
 
     Raises BadRequest, in words, for an adapter that cannot be had exactly or does not fit the model.
     """
     rank, alpha = _read_config(folder / CONFIG_FILE, max_rank)
-    given = {_name(key): tensor for key, tensor in read_float32(folder / ADAPTER_FILE).items()}
+    layers = base.shapes()
+    stored = read_float32(folder / ADAPTER_FILE)
+    for key in [key for key in stored if _BASE_COPY.fullmatch(key)]:
+        _check_copy(key, stored.pop(key), base)
+    given = {_name(key): tensor for key, tensor in stored.items()}
     leaves = {name.split(".")[-2] for name in given}
     spec = LoraSpec(
         rank=rank,
@@ -108,6 +127,17 @@ def _name(key: str) -> str:
     if not key.startswith(PREFIX) or not key.endswith(SUFFIX) or factor not in ("lora_A", "lora_B") or not layer:
         raise BadRequest(f"{ADAPTER_FILE} holds {key!r}; expected {PREFIX}<layer>.lora_A{SUFFIX} or .lora_B{SUFFIX}.")
     return f"{HEAD_NAME if layer == ARCHIVE_HEAD else layer}.{factor}"
+
+
+def _check_copy(key: str, found: Array, base: Base) -> None:
+    """PEFT stores the base's own embeddings and head beside an adapter of them. They add nothing if they are the
+    base's, to the precision of bfloat16, in which PEFT may have had them."""
+    match = _BASE_COPY.fullmatch(key)
+    assert match is not None
+    layer = match["layer"]
+    own = base.weight(layer) if layer in base.shapes() else None
+    if own is None or own.shape != found.shape or not np.allclose(found, own, rtol=2**-7, atol=1e-6):
+        raise BadRequest(f"{ADAPTER_FILE} holds {key!r}, which is not the base model's: embeddings that were trained.")
 
 
 def _check_layers(given: Mapping[str, Array], layers: Mapping[str, Shape], rank: int) -> None:

@@ -55,14 +55,23 @@ def encode_header(entries: Mapping[str, Any]) -> bytes:
 def read_float32(path: Path) -> dict[str, Array]:
     """All tensors of a file in float32. Raises BadRequest for other than floats, and for a damaged file."""
     header = read_header(path)
-    tensors: dict[str, Array] = {}
+    return {name: _read(path, header, name) for name in header.entries if name != METADATA}
+
+
+def read_tensor(path: Path, name: str) -> Array:
+    """One tensor of a file in float32. Raises BadRequest as `read_float32`."""
+    header = read_header(path)
+    if name not in header.entries:
+        raise BadRequest(f"{path.name} has no tensor {name!r}.")
+    return _read(path, header, name)
+
+
+def _read(path: Path, header: Header, name: str) -> Array:
+    entry = header.entries[name]
+    start, stop = entry["data_offsets"]
     with path.open("rb") as file:
-        for name, entry in header.entries.items():
-            if name != METADATA:
-                start, stop = entry["data_offsets"]
-                file.seek(header.data_start + start)
-                tensors[name] = _float32(name, entry, file.read(stop - start))
-    return tensors
+        file.seek(header.data_start + start)
+        return _float32(name, entry, file.read(stop - start))
 
 
 def _float32(name: str, entry: Mapping[str, Any], data: bytes) -> Array:

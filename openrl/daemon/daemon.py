@@ -17,6 +17,7 @@ from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.layout import parse
 from openrl.daemon.checkpoint_life import CheckpointLife
 from openrl.daemon.checks import check_new_run, check_work
+from openrl.daemon.clients import Clients
 from openrl.daemon.codec import Codec
 from openrl.daemon.copying import Copying
 from openrl.daemon.disposal import Disposal
@@ -78,6 +79,8 @@ class Daemon:
         self._sampling = Sampling(
             self._samplers, pool, self._futures, codec, self._folders.root, limits.max_inflight_samples
         )
+        self.clients = Clients(self._db, self._samplers, self._sampling)
+        self._futures.ended = self.clients.tell
         self._housekeeping = Housekeeping(
             self._db, self._sessions, self._runs, executor, self._recovery, self._folders, self.life, limits
         )
@@ -101,6 +104,7 @@ class Daemon:
             self._sampling,
             self._recovery,
         )
+        self.clients.open()
         self._pool.start()
         self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._housekeeping.run())]
         self._scheduler.wake()
@@ -109,6 +113,7 @@ class Daemon:
         """Refuse new work and let go of everyone who waits; they ask again once there is a daemon again."""
         self._stopping = True
         self._futures.stop()
+        self.clients.stop()
 
     async def stop(self) -> None:
         """Let the operations in hand end, write down every run's state, end the workers."""

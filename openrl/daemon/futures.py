@@ -30,6 +30,7 @@ class Futures:
         self._pending: dict[RequestId, asyncio.Future[Finished]] = {}
         self._stopping = asyncio.Event()
         self.describe: Callable[[RequestId], Pending] = lambda _: Pending("active", "")
+        self.ended: Callable[[RequestId], None] = lambda _: None  # told after each end is committed
 
     async def accept(
         self, scope: str, seq: int, op: Op, raw: Raw, refused: OpenRLError | None = None, effect: Effect | None = None
@@ -150,6 +151,7 @@ class Futures:
         future = self._pending.pop(request, None)
         if future is not None and not future.done():
             future.set_result(finished)
+        self.ended(request)
 
 
 def _finished(request: RequestId, stored: StoredRequest | None) -> Finished:

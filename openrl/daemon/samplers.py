@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import asyncio
 import logging
 import sqlite3
 import time
+from dataclasses import dataclass
 from pathlib import Path
 
 from openrl.backends.base import SampleJob
@@ -15,7 +17,7 @@ from openrl.daemon.models import ModelPool
 from openrl.daemon.tasks import Tasks
 from openrl.daemon.timing import Timing
 from openrl.daemon.work import Raw
-from openrl.errors import BackendFault, Busy, NotFound, NotReady, OpenRLError, WorkerDied
+from openrl.errors import BackendFault, Busy, Cancelled, NotFound, NotReady, OpenRLError, WorkerDied
 from openrl.store import audit, samplers
 from openrl.store.db import Database
 from openrl.store.records import Sampler
@@ -74,6 +76,14 @@ class Samplers:
         return sampler in self._samplers
 
 
+@dataclass(frozen=True, slots=True)
+class _Drawing:
+    """A sample that can still be cancelled."""
+
+    task: asyncio.Task[None]
+    timing: Timing
+
+
 class Sampling:
     """The samples under way: straight to the worker, which batches continuously."""
 
@@ -87,6 +97,7 @@ class Sampling:
         self._checkpoints = checkpoints
         self._max_inflight = max_inflight
         self._tasks = Tasks()
+        self._drawing: dict[RequestId, _Drawing] = {}
 
     @property
     def inflight(self) -> int:
@@ -109,22 +120,38 @@ class Sampling:
 
     def start(self, sampler: Sampler, request: RequestId, payload: SamplePayload) -> None:
         """Draw an accepted sample in the background, also one from before a restart."""
-        self._tasks.start(self._draw(sampler, request, payload), lambda error: self._fault(request, error))
+        timing = Timing()
+        work = self._draw(sampler, request, payload, timing)
+        task = self._tasks.start(work, lambda error: self._fault(request, error))
+        self._drawing[request] = _Drawing(task, timing)
+
+    async def cancel(self, request: RequestId) -> None:
+        """Stop drawing a sample, whether it waits or runs, and let it fail. One that has ended, and any other id, is
+        left alone: to cancel is no more than to say that nobody waits (4.6)."""
+        drawing = self._drawing.pop(request, None)
+        if drawing is None:
+            return
+        drawing.task.cancel()  # which cancels it in the worker
+        timing = drawing.timing
+        await self._futures.fail(
+            request,
+            Cancelled("the sample was cancelled by its client."),
+            dispatched_at=timing.dispatched_at,
+            started_at=timing.started_at,
+        )
 
     async def stop(self) -> None:
         """Drop what is under way; it is in the store and starts again with the next daemon."""
         await self._tasks.cancel()
 
-    async def _draw(self, sampler: Sampler, request: RequestId, payload: SamplePayload) -> None:
+    async def _draw(self, sampler: Sampler, request: RequestId, payload: SamplePayload, timing: Timing) -> None:
         adapter = None
         if sampler.folder is not None:
             adapter = AdapterRef(key=sampler.folder, folder=self._checkpoints / sampler.folder)
-        timing = Timing()
-        try:
-            output = await self._try(sampler, SampleJob(request, payload, adapter), timing)
-        except OpenRLError as error:
+        output = await self._outcome(sampler, SampleJob(request, payload, adapter), timing)
+        if isinstance(output, OpenRLError):
             await self._futures.fail(
-                request, error, dispatched_at=timing.dispatched_at, started_at=timing.watch.started_at
+                request, output, dispatched_at=timing.dispatched_at, started_at=timing.watch.started_at
             )
             return
         content_type, body = self._codec.encode_result(Op.SAMPLE, output)
@@ -136,6 +163,15 @@ class Sampling:
             started_at=timing.started_at,
             effect=lambda db: note_sample(db, sampler, payload, output, timing),
         )
+
+    async def _outcome(self, sampler: Sampler, job: SampleJob, timing: Timing) -> SampleOutput | OpenRLError:
+        """Once this has returned it is too late to cancel."""
+        try:
+            return await self._try(sampler, job, timing)
+        except OpenRLError as error:
+            return error
+        finally:
+            self._drawing.pop(job.request, None)
 
     async def _try(self, sampler: Sampler, job: SampleJob, timing: Timing) -> SampleOutput:
         tries = 0

@@ -17,7 +17,7 @@ class Tasks:
 
     def start(
         self, work: Coroutine[None, None, None], on_failure: Callable[[BaseException], None] = lambda _: None
-    ) -> None:
+    ) -> asyncio.Task[None]:
         task: asyncio.Task[None] = asyncio.create_task(work)
         self._running.add(task)
 
@@ -28,6 +28,7 @@ class Tasks:
                 on_failure(error)
 
         task.add_done_callback(done)
+        return task
 
     def __len__(self) -> int:
         return len(self._running)

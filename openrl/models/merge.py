@@ -69,7 +69,7 @@ def _is_tied(base: Path) -> bool:
     whether the head is stored."""
     config = _read(base / "config.json")
     stated = config.get("text_config", config).get(_TIED, config.get(_TIED))
-    return linear.is_head_missing(base) if stated is None else bool(stated)
+    return not linear.Layers(base).has_head if stated is None else bool(stated)
 
 
 def _write_beside(base: Path, into: Path, *, untie: bool) -> None:

@@ -117,10 +117,13 @@ def routes() -> list[Route]:
         _post("/load_weights", training.load_weights),
         # sampling
         _post("/create_sampling_session", sampling.create_sampling_session),
+        _post("/join_sampling_session", sampling.join_sampling_session),
         _get("/samplers/{sampler}", sampling.get_sampler),
         _post("/asample", sampling.asample),
         # results and checkpoints
         _post("/retrieve_future", futures.retrieve_future),
+        _post("/retrieve_futures", futures.retrieve_futures),
+        _post("/cancel_future", futures.cancel_future),
         _post("/weights_info", checkpoints.weights_info),
         _post("/copy_weights", checkpoints.copy_weights),
         _get("/checkpoints", checkpoints.list_all),

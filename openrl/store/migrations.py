@@ -25,7 +25,18 @@ def m003_checkpoint_life(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
-MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [m001_initial, m002_metering, m003_checkpoint_life]
+def m005_completions(db: sqlite3.Connection) -> None:
+    """The order in which a sampler's requests ended, and the numbers of its clones."""
+    for statement in _COMPLETIONS:
+        db.execute(statement)
+
+
+MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [
+    m001_initial,
+    m002_metering,
+    m003_checkpoint_life,
+    m005_completions,
+]
 
 
 def migrate(db: sqlite3.Connection) -> None:
@@ -126,4 +137,18 @@ _CHECKPOINT_LIFE = (
     "CREATE TABLE retired_folders (folder TEXT PRIMARY KEY, retired_at REAL NOT NULL) STRICT",
     # The folder that a load took its weights from, so that its replay takes the same, whatever the name means by then.
     "CREATE TABLE loaded_folders (request_id TEXT PRIMARY KEY, folder TEXT NOT NULL) STRICT",
+)
+
+_COMPLETIONS = (
+    # Counters that outlive the rows they number: results expire, and a number must never come twice (T23, T41).
+    "ALTER TABLE samplers ADD COLUMN clones INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE samplers ADD COLUMN completions INTEGER NOT NULL DEFAULT 0",
+    "ALTER TABLE requests ADD COLUMN completion INTEGER",
+    "CREATE INDEX requests_completed ON requests (scope, seq / 1000000000, completion) WHERE completion IS NOT NULL",
+    # Kept by a trigger, so that no way of ending a sample can forget it.
+    """CREATE TRIGGER sample_ended AFTER UPDATE OF state ON requests
+    WHEN NEW.op = 'sample' AND OLD.state = 'queued' AND NEW.state <> 'queued' BEGIN
+        UPDATE samplers SET completions = completions + 1 WHERE id = NEW.scope;
+        UPDATE requests SET completion = (SELECT completions FROM samplers WHERE id = NEW.scope) WHERE id = NEW.id;
+    END""",
 )

@@ -132,6 +132,16 @@ class RequestTimes:
 
 
 @dataclass(frozen=True, slots=True)
+class Completion:
+    """The end of a sample. `number` counts those of its sampler, from 1 on; `size` is the result's bytes, if any."""
+
+    number: int
+    request: RequestId
+    failed: bool
+    size: int | None
+
+
+@dataclass(frozen=True, slots=True)
 class RunSummary:
     """A run with its newest checkpoint of each kind that can be asked for by name."""
 

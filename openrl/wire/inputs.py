@@ -9,15 +9,17 @@ import numpy as np
 import numpy.typing as npt
 
 from openrl.errors import BadRequest
-from openrl.types import Datum, TrainPayload
+from openrl.types import Cells, Datum, TrainPayload
 from openrl.wire.tensors import (
     Unfolder,
     as_input,
+    check_pattern,
     from_ints,
     from_numbers,
     join_tokens,
     refuse_chunk,
     shaped,
+    table_shape,
     tokens_from_ints,
 )
 
@@ -72,6 +74,17 @@ class TensorBody:
         crow = from_ints(self.sparse_crow_indices or [], f"{where}.sparse_crow_indices")
         cols = from_ints(self.sparse_col_indices or [], f"{where}.sparse_col_indices")
         return unfolder.unfold(values, crow, cols, self.shape, where)
+
+    def to_cells(self, where: str) -> Cells:
+        """The same as a table in its own layout: nothing is unfolded."""
+        values = from_numbers(self.data, self.dtype, where)
+        if self.sparse_crow_indices is None and self.sparse_col_indices is None:
+            return Cells(values, table_shape(shaped(values, self.shape, where).shape, where))
+        crow = from_ints(self.sparse_crow_indices or [], f"{where}.sparse_crow_indices")
+        cols = from_ints(self.sparse_col_indices or [], f"{where}.sparse_col_indices")
+        rows, columns = table_shape(self.shape, where)
+        check_pattern(values.size, crow, cols, rows, columns, where)
+        return Cells(values, (rows, columns), crow, cols)
 
 
 # ---- forward and forward_backward of SDKs before 0.26 ----

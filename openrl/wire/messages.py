@@ -15,7 +15,7 @@ from openrl.daemon.work import LoadState, NewRun, NewSession, SaveExternal, Save
 from openrl.errors import BadRequest
 from openrl.types import AdamParams, SamplePayload, SamplingParams, SessionId
 from openrl.validation import check_adam, check_checkpoint_name, check_optimizer, check_ttl
-from openrl.wire.inputs import ModelInputBody
+from openrl.wire.inputs import ModelInputBody, TensorBody
 
 Sequence64 = Annotated[int, Field(ge=0, lt=2**63)]  # a seq_id as SQLite can hold it
 Integer64 = Annotated[int, Field(ge=-(2**63), lt=2**63)]
@@ -258,7 +258,28 @@ class AdoptBody:
 
 @dataclass(frozen=True, slots=True)
 class RetrieveFutureBody:
+    """Also the body of `cancel_future`."""
+
     request_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class FuturesTarget:
+    """One clone of a sampler."""
+
+    sampling_session_id: str
+    cloned_sampler_id: Sequence64 | None = None
+    type: Literal["sampling_session"] = "sampling_session"
+
+
+@dataclass(frozen=True, slots=True)
+class RetrieveFuturesBody:
+    """`timeout` in seconds; absent is the server's own."""
+
+    target: FuturesTarget
+    prev_cursor: Sequence64 | None = None
+    timeout: float | None = None
+    retrieved_request_ids: list[str] | None = None
 
 
 # ---- sampling ----
@@ -276,6 +297,11 @@ class CreateSamplerBody:
 class SamplerAddressBody:
     sampling_session_id: str
     seq_id: Sequence64
+
+
+@dataclass(frozen=True, slots=True)
+class JoinSamplerBody:
+    sampling_session_id: str
 
 
 @dataclass(frozen=True, slots=True)
@@ -316,8 +342,9 @@ def _stop(stop: Any) -> tuple[str, ...] | tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class SampleBody:
-    """`record_stability_info` is not looked at: it asks to keep what only the loss `stable_reinforce` reads, the answer
-    has no part of it, and that loss is refused in words (training-semantics 1.9). Recipes ask for it on every draw.
+    """`record_stability_info` is taken and not acted on: it asks to keep what only the loss `stable_reinforce` reads, the
+    answer has no part of it, and that loss is refused in words (training-semantics 1.9). Recipes ask for it on every
+    draw.
     """
 
     prompt: ModelInputBody
@@ -326,13 +353,14 @@ class SampleBody:
     prompt_logprobs: bool | None = None
     topk_prompt_logprobs: int | None = None
     topk_sample_logprobs: int | None = None
-    target_prompt_logprobs: Any = None
+    target_prompt_logprobs: TensorBody | None = None
     prompt_alt_tokens_k: int | None = None
     prompt_logprobs_last_n: int | None = None
+    record_stability_info: bool | None = None
 
     def to_payload(self) -> SamplePayload:
-        self._refuse_unserved()
         params = self.sampling_params or SamplingParamsBody()
+        targets = self.target_prompt_logprobs
         return SamplePayload(
             prompt=self.prompt.to_tokens("prompt"),
             num_samples=1 if self.num_samples is None else self.num_samples,
@@ -340,15 +368,7 @@ class SampleBody:
             prompt_logprobs=bool(self.prompt_logprobs),
             topk_prompt_logprobs=self.topk_prompt_logprobs or 0,
             topk_sample_logprobs=self.topk_sample_logprobs or 0,
+            target_prompt_logprobs=None if targets is None else targets.to_cells("target_prompt_logprobs"),
+            prompt_alt_tokens_k=self.prompt_alt_tokens_k or 0,
+            prompt_logprobs_last_n=self.prompt_logprobs_last_n,
         )
-
-    def _refuse_unserved(self) -> None:
-        """What the answer would lack must not be dropped in silence."""
-        served = {
-            "target_prompt_logprobs": self.target_prompt_logprobs is None,
-            "prompt_alt_tokens_k": not self.prompt_alt_tokens_k,
-            "prompt_logprobs_last_n": self.prompt_logprobs_last_n is None,
-        }
-        for name, absent in served.items():
-            if not absent:
-                raise BadRequest(f"{name} is not served yet; leave it out")

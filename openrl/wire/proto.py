@@ -15,7 +15,18 @@ import numpy.typing as npt
 from google.protobuf.message import DecodeError
 
 from openrl.errors import BadRequest
-from openrl.types import Array, Datum, FloatArray, SampledSequence, SampleOutput, TopK, TrainOutput, TrainPayload
+from openrl.types import (
+    AltTokens,
+    Array,
+    Cells,
+    Datum,
+    FloatArray,
+    SampledSequence,
+    SampleOutput,
+    TopK,
+    TrainOutput,
+    TrainPayload,
+)
 from openrl.wire import tinker_pb2 as pb
 from openrl.wire.tensors import Unfolder, as_input, join_tokens, refuse_chunk, shaped
 
@@ -200,6 +211,10 @@ def encode_sample_output(output: SampleOutput) -> bytes:
         message.prompt_logprobs = _floats(output.prompt_logprobs)
     if output.topk_prompt is not None:
         message.topk_prompt_logprobs.CopyFrom(_topk(output.topk_prompt))
+    if output.target_prompt is not None:
+        message.target_prompt_logprobs.CopyFrom(_cells(output.target_prompt))
+    if output.alt_tokens is not None:
+        message.prompt_alt_tokens.CopyFrom(_alt_tokens(output.alt_tokens))
     return message.SerializeToString()
 
 
@@ -219,9 +234,34 @@ def _topk(topk: TopK) -> pb.TopkLogprobs:
     return pb.TopkLogprobs(token_ids=_int32s(topk.ids), logprobs=_floats(topk.logprobs), k=k, length=rows)
 
 
+def _cells(cells: Cells) -> pb.Tensor:
+    """Float32, as dense or sparse as it is."""
+    message = pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=cells.shape)
+    if cells.crow is None or cells.cols is None:
+        message.dense = _floats(cells.values)
+    else:
+        csr = pb.SparseCsr(
+            values=_floats(cells.values), crow_indices=_int64s(cells.crow), col_indices=_int64s(cells.cols)
+        )
+        message.sparse_csr.CopyFrom(csr)
+    return message
+
+
+def _alt_tokens(drawn: AltTokens) -> pb.PromptAltTokens:
+    shape = drawn.ids.shape
+    return pb.PromptAltTokens(
+        tokens=pb.Tensor(dtype=pb.DTYPE_INT64, shape=shape, dense=_int64s(drawn.ids)),
+        logprobs=pb.Tensor(dtype=pb.DTYPE_FLOAT32, shape=shape, dense=_floats(drawn.logprobs)),
+    )
+
+
 def _floats(array: Array) -> bytes:
     return np.ascontiguousarray(array, "<f4").tobytes()
 
 
 def _int32s(array: Array) -> bytes:
     return np.ascontiguousarray(array, "<i4").tobytes()
+
+
+def _int64s(array: Array) -> bytes:
+    return np.ascontiguousarray(array, "<i8").tobytes()

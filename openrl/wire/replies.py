@@ -5,13 +5,13 @@ A field whose type is not nullable is left out rather than null, since the SDK r
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from datetime import UTC, datetime
 from typing import Any
 
 from openrl.codec import as_text
 from openrl.daemon.work import ModelStatus, Pending
-from openrl.store.records import Checkpoint, Run, RunState, Sampler
+from openrl.store.records import Checkpoint, Completion, Run, RunState, Sampler
 from openrl.types import CheckpointKind, RequestId
 from openrl.wire.identity import USER
 
@@ -20,7 +20,6 @@ CLIENT_CONFIG: Mapping[str, Any] = {
     "pjwt_auth_enabled": True,
     "credential_default_source": "api_key",
     "parallel_fwdbwd_chunks": True,
-    "proto_compress_fwdbwd": False,
     "fwdbwd_max_chunk_len": 1024,
     "fwdbwd_max_chunk_bytes_count": 5_000_000,
     "billing_exception_max_pause_duration_sec": 0,
@@ -28,12 +27,21 @@ CLIENT_CONFIG: Mapping[str, Any] = {
     "sample_enable_stuck_detection": True,
     # Each waiting sample holds one connection; this stays below the usual limit of 1024 open files.
     "sample_max_concurrent_requests": 400,
-    "sample_use_retrieve_futures": False,
+    "sample_use_retrieve_futures": True,
     "custom_loss_server_side": False,
-    "sample_join_sampling_session": False,
+    "sample_join_sampling_session": True,
     "create_model_via_load_weights": True,
 }
-DYNAMIC_CONFIG: Mapping[str, Any] = {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+DYNAMIC_CONFIG: Mapping[str, Any] = {
+    "refresh_interval_sec": 300,
+    "sample_cancel_enabled": True,
+    "sample_cancel_max_batch_size": 64,
+}
+
+
+def client_config(*, remote: bool) -> dict[str, Any]:
+    """Every flag. Bodies are worth compressing only where clients come over a network (`remote`)."""
+    return {**CLIENT_CONFIG, "proto_compress_fwdbwd": remote}
 
 
 def promise(request: RequestId) -> dict[str, Any]:
@@ -53,6 +61,22 @@ def try_again(request: RequestId, pending: Pending) -> dict[str, Any]:
         "queue_state": pending.state,
         "queue_state_reason": pending.reason,
     }
+
+
+def completions(ended: Sequence[Completion], prev_cursor: int) -> dict[str, Any]:
+    """News of what ended, and the cursor that asks for what ends next (4.5). Without news it stays where it was."""
+    return {
+        "completions": [_completion(completion) for completion in ended],
+        "cursor": ended[-1].number if ended else prev_cursor,
+    }
+
+
+def _completion(completion: Completion) -> dict[str, Any]:
+    """With its size known, the client fetches a result in one call."""
+    if completion.failed:
+        return {"state": "failed", "request_id": completion.request}
+    entry = {"state": "finished", "request_id": completion.request}
+    return entry if completion.size is None else {**entry, "response_payload_uncompressed_size": completion.size}
 
 
 def capabilities(models: Iterable[ModelStatus]) -> dict[str, Any]:

@@ -50,8 +50,8 @@ class Unfolder:
         where: str,
     ) -> Array:
         """Dense [rows, columns] of `values`'s dtype with 0 wherever the pattern is silent."""
-        rows, columns = _csr_shape(shape, where)
-        _check_pattern(values.size, crow, cols, rows, columns, where)
+        rows, columns = table_shape(shape, where)
+        check_pattern(values.size, crow, cols, rows, columns, where)
         self._left -= rows * columns
         if self._left < 0:
             raise BadRequest(f"{where}: sparse tensors of one request unfold to more than {self._limit} values")
@@ -60,16 +60,18 @@ class Unfolder:
         return dense
 
 
-def _csr_shape(shape: Sequence[int] | None, where: str) -> tuple[int, int]:
+def table_shape(shape: Sequence[int] | None, where: str) -> tuple[int, int]:
+    """The shape of a sparse tensor, or of another that must have rows and columns. Raises `BadRequest`."""
     if shape is None or len(shape) != 2 or min(shape) < 0:
         given = "no shape" if shape is None else f"shape {list(shape)}"
-        raise BadRequest(f"{where}: a sparse tensor needs a shape [rows, columns], got {given}")
+        raise BadRequest(f"{where} needs a shape [rows, columns], got {given}")
     return shape[0], shape[1]
 
 
-def _check_pattern(
+def check_pattern(
     nnz: int, crow: npt.NDArray[np.int64], cols: npt.NDArray[np.int64], rows: int, columns: int, where: str
 ) -> None:
+    """Whether CSR indices fit their shape and each other. Raises `BadRequest`."""
     if cols.size != nnz:
         raise BadRequest(f"{where}: {nnz} sparse values but {cols.size} column indices")
     if crow.size != rows + 1:

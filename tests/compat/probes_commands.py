@@ -31,8 +31,8 @@ def version(stage: Stage) -> str:
 def login(stage: Stage) -> None:
     """The key is typed in, checked by the server, and then enough for a command."""
     _login(stage)
-    done = stage.cli("--format", "json", "run", "list", TINKER_API_KEY="")
-    assert stage.run in done.stdout
+    done = stage.cli("--format", "json", "run", "info", stage.run, TINKER_API_KEY="")
+    assert json.loads(done.stdout)["training_run_id"] == stage.run
     _logout(stage)
 
 
@@ -45,6 +45,7 @@ def logout(stage: Stage) -> None:
 
 def _login(stage: Stage) -> None:
     endpoint = stage.server.endpoint
+    stage.cli("auth", "logout", check=False)
     environment = {"HOME": str(stage.folder), "TINKER_BASE_URL": endpoint.base_url, "TINKER_API_KEY": ""}
     done = subprocess.run(
         [str(Path(sys.executable).with_name("tinker")), "auth", "login"],
@@ -126,9 +127,9 @@ def checkpoint_list(stage: Stage) -> None:
 
 @command("tinker checkpoint info")
 def checkpoint_info(stage: Stage) -> None:
-    info = json.dumps(stage.cli_json("checkpoint", "info", stage.trained.state))
-    assert stage.trained.state in info
-    assert MODEL in info
+    info = stage.cli_json("checkpoint", "info", stage.trained.state)
+    assert (info["tinker_path"], info["checkpoint_type"]) == (stage.trained.state, "training")
+    assert (info["is_lora"], info["lora_rank"]) == (True, 4)
 
 
 @command("tinker checkpoint publish")

@@ -164,12 +164,14 @@ def copy_weights(stage: Stage, call: Call) -> None:
 @probe("RestClient", "get_external_weights_urls", "get_external_weights_urls_async")
 def get_external_weights_urls(stage: Stage, call: Call) -> None:
     """Signed addresses that need no key, hold what they say, and stand for at least a quarter of an hour."""
-    saved = stage.trained.trainer.save_weights_external(stage.unique("urls")).result(TIMEOUT)
-    answer = call(saved.path)
+    path = stage.trained.trainer.save_weights_external(stage.unique("urls")).result(TIMEOUT).path
+    answer = call(path)
     assert {"adapter_config.json", "adapter_model.safetensors"} <= answer.urls.keys()
     assert (answer.expires - datetime.now(UTC)).total_seconds() > 15 * 60 - 5
     sizes = [len(urllib.request.urlopen(url).read()) for url in answer.urls.values()]
-    assert saved.size_bytes is None or sum(sizes) == saved.size_bytes
+    entry = stage.checkpoint(path)
+    assert entry is not None
+    assert sum(sizes) == entry.size_bytes
 
 
 # ---- sessions ----

@@ -15,14 +15,14 @@ from compat.stage import MODEL, PROMPT, TIMEOUT, Stage, close, prompt
 
 @probe("SamplingClient", "sample", "sample_async")
 def sample(stage: Stage, call: Call) -> None:
-    params = types.SamplingParams(max_tokens=4, seed=11, temperature=0.7, stop=[])
+    params = types.SamplingParams(max_tokens=4, seed=11, stop=[])
     drawn = call(prompt(), 2, params, topk_sample_logprobs=2)
     assert [len(sequence.tokens) for sequence in drawn.sequences] == [4, 4]
     assert len({sequence.sequence_id for sequence in drawn.sequences}) == 2
     again = call(prompt(), 2, params)
     assert [s.tokens for s in again.sequences] == [s.tokens for s in drawn.sequences]
     _check_drawn(stage, drawn.sequences[0])
-    stopping = types.SamplingParams(max_tokens=4, seed=11, temperature=0.7, stop=[drawn.sequences[0].tokens[1]])
+    stopping = types.SamplingParams(max_tokens=4, seed=11, stop=[drawn.sequences[0].tokens[1]])
     stopped = call(prompt(), 1, stopping).sequences[0]
     assert (stopped.tokens, str(stopped.stop_reason)) == (drawn.sequences[0].tokens[:2], "stop")
     _check_prompt_fields(stage, call)
@@ -42,21 +42,25 @@ def _check_drawn(stage: Stage, sequence: types.SampledSequence) -> None:
 def _check_prompt_fields(stage: Stage, call: Call) -> None:
     """6.3: what can be asked about the prompt, each against the plain prompt logprobs."""
     plain = stage.weights_logprobs
-    greedy = types.SamplingParams(max_tokens=1, temperature=0.0)
-    topk = call(prompt(), 1, greedy, include_prompt_logprobs=True, topk_prompt_logprobs=3)
+    one = types.SamplingParams(max_tokens=1, seed=1)
+    topk = call(prompt(), 1, one, include_prompt_logprobs=True, topk_prompt_logprobs=3)
     assert topk.prompt_logprobs[0] is None
     close(topk.prompt_logprobs[1:], plain)
     assert topk.topk_prompt_logprobs[0] is None
+    for token, logprob, best in zip(PROMPT[1:], plain, topk.topk_prompt_logprobs[1:], strict=True):
+        assert len(best) == 3
+        close(dict(best).get(token, logprob), logprob)
     targets = np.array([[PROMPT[1], 7], [PROMPT[2], -1]], np.int64)
     wanted = tinker.TensorData(data=targets, dtype="int64", shape=[2, 2])
-    answer = call(prompt(), 1, greedy, target_prompt_logprobs=wanted).target_prompt_logprobs
+    answer = call(prompt(), 1, one, target_prompt_logprobs=wanted).target_prompt_logprobs
     found = np.array(answer.data, np.float32).reshape(2, 2)
     close(found[:, 0], plain)
     assert found[1, 1] == 0
-    drawn: Any = call(prompt(), 1, types.SamplingParams(max_tokens=1, temperature=1.0, seed=1), prompt_alt_tokens_k=2)
-    assert list(drawn.prompt_alt_tokens.tokens.shape) == [2, 2]
-    assert list(drawn.prompt_alt_tokens.logprobs.shape) == [2, 2]
-    last = call(prompt(), 1, greedy, include_prompt_logprobs=True, prompt_logprobs_last_n=1).prompt_logprobs
+    alternatives: Any = call(prompt(), 1, one, prompt_alt_tokens_k=2).prompt_alt_tokens
+    assert list(alternatives.tokens.shape) == [2, 2]
+    scored = call(prompt(), 1, one, target_prompt_logprobs=alternatives.tokens).target_prompt_logprobs
+    close(alternatives.logprobs.data, scored.data)
+    last = call(prompt(), 1, one, include_prompt_logprobs=True, prompt_logprobs_last_n=1).prompt_logprobs
     assert last[:2] == [None, None]
     close(last[2:], plain[1:])
 

@@ -18,10 +18,12 @@ from transformers import AutoModelForCausalLM
 from openrl.checkpoints.archive import archive
 from openrl.checkpoints.foreign import read_foreign, write_training
 from openrl.checkpoints.peft import read_adapter
+from openrl.checkpoints.tensor_file import read_header
 from openrl.errors import BadRequest
 from openrl.models import linear
 from openrl.models.merge import merge
 from openrl.types import AdamParams, Array, LoraSpec
+from support import tiny
 from support.training import RUN, ce, create, forward, forward_backward, trainer
 
 pytestmark = [  # PEFT's own, while it makes adapters
@@ -124,7 +126,7 @@ def test_a15_a17_archive_round_trip(model_folder: Callable[..., Path], folder: P
         key = f"base_model.model.{name.replace('lm_head', 'model.unembed_tokens')}.weight"
         assert tensors.pop(key).tobytes() == value.tobytes()
     assert not tensors
-    again = read_foreign(unpacked, linear.shapes(base), 256)
+    again = read_foreign(unpacked, linear.Layers(base), 256)
     assert {name: value.tobytes() for name, value in again.tensors.items()} == {
         name: value.tobytes() for name, value in held.parameters(RUN).items()
     }
@@ -144,7 +146,7 @@ def test_a_peft_adapter_imports_as_the_same_function(
         if "lora_B" in name:
             torch.nn.init.normal_(parameter, std=0.3)
     model.save_pretrained(tmp_path / "peft")
-    adapter = read_foreign(tmp_path / "peft", linear.shapes(base), 256)
+    adapter = read_foreign(tmp_path / "peft", linear.Layers(base), 256)
     assert adapter.spec == LoraSpec(rank=4, seed=0, train_attn=True, train_mlp=True, train_unembed=False)
     write_training(folder, adapter, "tiny/model")
     held = trainer(base)
@@ -165,13 +167,21 @@ def test_bfloat16_adapters_are_read(model_folder: Callable[..., Path], tmp_path:
     config = LoraConfig(r=2, lora_alpha=32, target_modules=["q_proj", "lm_head"])
     model = get_peft_model(AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), config)
     model.to(torch.bfloat16).save_pretrained(tmp_path / "peft")
-    adapter = read_foreign(tmp_path / "peft", linear.shapes(base), 256)
+    adapter = read_foreign(tmp_path / "peft", linear.Layers(base), 256)
     expected = dict(model.named_parameters())
     key = "base_model.model.model.layers.1.self_attn.q_proj.lora_A.default.weight"
     found = adapter.tensors["model.layers.1.self_attn.q_proj.lora_A"]
     assert found.dtype == np.float32
     assert np.array_equal(found, expected[key].detach().float().numpy())
     assert adapter.spec.train_unembed
+    assert "base_model.model.lm_head.base_layer.weight" in load_keys(tmp_path / "peft"), "PEFT's copy of the base"
+    other = tiny.build(tmp_path / "other", "llama", seed=1)
+    with pytest.raises(BadRequest, match="not the base model's"):
+        read_foreign(tmp_path / "peft", linear.Layers(other), 256)
+
+
+def load_keys(folder: Path) -> set[str]:
+    return set(read_header(folder / "adapter_model.safetensors").entries)
 
 
 @pytest.mark.parametrize(
@@ -196,7 +206,7 @@ def test_what_cannot_be_imported_exactly_is_refused(
     config = json.loads((folder / "adapter_config.json").read_text())
     (folder / "adapter_config.json").write_text(json.dumps({**config, **change}))
     with pytest.raises(BadRequest, match=words):
-        read_foreign(folder, linear.shapes(base), 256)
+        read_foreign(folder, linear.Layers(base), 256)
 
 
 def test_an_adapter_of_another_model_is_refused(
@@ -205,8 +215,10 @@ def test_an_adapter_of_another_model_is_refused(
     held = trainer(model_folder("llama"))
     create(held, tmp_path)
     held.save(RUN, folder, optimizer=False, gradients=False)
-    layers = linear.shapes(model_folder("llama"))
-    with pytest.raises(BadRequest, match="does not have"):
-        read_foreign(folder, {name: shape for name, shape in layers.items() if ".2." not in name}, 256)
-    with pytest.raises(BadRequest, match="needs"):
-        read_foreign(folder, {name: (outputs, inputs + 1) for name, (outputs, inputs) in layers.items()}, 256)
+    shallow, wide = tiny.config("llama"), tiny.config("llama")
+    shallow.num_hidden_layers = 2
+    wide.intermediate_size = 64
+    for config, words in ((shallow, "does not have"), (wide, "needs")):
+        AutoModelForCausalLM.from_config(config).save_pretrained(tmp_path / words)
+        with pytest.raises(BadRequest, match=words):
+            read_foreign(folder, linear.Layers(tmp_path / words), 256)

@@ -37,20 +37,11 @@ def build(folder: Path, tokenizer_from: Path) -> Path:
         tie_word_embeddings=True,
     )
     model = AutoModelForCausalLM.from_config(config)
-    _make_it_stop(model.get_input_embeddings().weight)
     model.save_pretrained(folder)
     for name in _TOKENIZER:
         shutil.copyfile(tokenizer_from / name, folder / name)
     _rename(folder / "tokenizer.json")
     return folder
-
-
-def _make_it_stop(embedding: torch.Tensor) -> None:
-    """One direction that all tokens share and the end-of-sequence token has more of: replies end after some twenty
-    tokens, where a random model would go on to the limit."""
-    with torch.no_grad():
-        embedding[:, 0] = 1.0
-        embedding[_EOS, 0] = 3.3
 
 
 def _rename(file: Path) -> None:

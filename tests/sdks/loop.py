@@ -7,10 +7,13 @@ what must hold within one release, and prints its figures as JSON on the last li
 from __future__ import annotations
 
 import asyncio
+import io
 import json
 import math
 import pickle
 import sys
+import tarfile
+import urllib.request
 
 import tinker
 import torch
@@ -157,13 +160,36 @@ trainer.load_state(state).result(timeout=60)
 same([step(trainer)], straight[:1])
 FIGURES["resumed"] = straight
 
-# What the server tells about it.
+# What the server tells about it, and what it does with checkpoints.
 rest = service.create_rest_client()
 about = settled(rest.get_training_run(run))
-assert about.base_model == MODEL
-assert about.lora_rank == 4
-assert about.user_metadata == {"n": "1"}
+assert (about.base_model, about.lora_rank, about.user_metadata) == (MODEL, 4, {"n": "1"})
+assert about.last_checkpoint.tinker_path == state
+assert run in [entry.training_run_id for entry in settled(rest.list_training_runs(limit=100)).training_runs]
 assert settled(rest.get_weights_info_by_tinker_path(state)).lora_rank == 4
+session = run.split(":")[0]
+assert run in settled(rest.get_session(session)).training_run_ids
+assert session in settled(rest.list_sessions(limit=100)).sessions
+if VERSION >= (0, 30):
+    trainer.save_weights_external("out").result(timeout=60)  # older releases must not see it in any list
+entries = {entry.tinker_path: entry for entry in settled(rest.list_checkpoints(run)).checkpoints}
+assert entries[state].size_bytes > entries[weights].size_bytes > 0
+assert {state, weights} <= {entry.tinker_path for entry in settled(rest.list_user_checkpoints(limit=1000)).checkpoints}
+settled(rest.publish_checkpoint_from_tinker_path(state))
+assert [entry.public for entry in settled(rest.list_checkpoints(run)).checkpoints if entry.tinker_path == state] == [
+    True
+]
+settled(rest.unpublish_checkpoint_from_tinker_path(state))
+if hasattr(rest, "get_checkpoint_archive_url_from_tinker_path"):
+    archive = settled(rest.get_checkpoint_archive_url_from_tinker_path(weights))
+    with urllib.request.urlopen(archive.url) as answer, tarfile.open(fileobj=io.BytesIO(answer.read())) as tar:
+        assert {"adapter_config.json", "adapter_model.safetensors", "checkpoint_complete"} <= set(tar.getnames())
+if hasattr(service, "copy_weights"):
+    copied = settled(service.copy_weights(state))
+    assert copied != state
+    same([step(settled(service.create_training_client_from_state(copied)))], straight[:1])
+settled(rest.delete_checkpoint_from_tinker_path(state))
+assert state not in [entry.tinker_path for entry in settled(rest.list_checkpoints(run)).checkpoints]
 if hasattr(service, "close"):
     settled(service.close("success"))
 print(json.dumps(FIGURES))

@@ -1,6 +1,6 @@
 """Run `loop.py` under several releases of the SDK against one real server: `run.py PYTHON...`.
 
-Each interpreter brings a release. All must complete the loop, and print the same figures: whether a number travelled as
+Each interpreter brings a release, the newest last. All must complete the loop, and print the same figures: whether a number travelled as
 JSON or as protobuf must not show.
 """
 
@@ -34,7 +34,8 @@ def main(pythons: list[str]) -> int:
         save_byte_tokenizer(model)
         arguments = ["--data-dir", str(folder / "data"), "--model", str(model), "--dtype", "float32"]
         with local_server(folder / "server.log", arguments) as endpoint:
-            figures = [_run(python, endpoint) for python in pythons]
+            # The newest first: older ones then meet what only it can make, in the lists of all checkpoints.
+            figures = [_run(python, endpoint) for python in reversed(pythons)][::-1]
     different = [python for python, found in zip(pythons, figures, strict=True) if not _same(found, figures[-1])]
     for python in different:
         print(f"other figures under {python} than under {pythons[-1]}", file=sys.stderr)
@@ -43,7 +44,11 @@ def main(pythons: list[str]) -> int:
 
 def _run(python: str, endpoint: Endpoint) -> dict[str, Any]:
     """The figures of the loop under one interpreter. Raises CalledProcessError if it failed."""
-    environment = os.environ | endpoint.environment() | {"TINKER_TELEMETRY": "1", "OMP_NUM_THREADS": "1"}
+    environment = (
+        os.environ
+        | endpoint.environment()
+        | {"TINKER_TELEMETRY": "1", "TINKER_PROJECT_ID": "sdks", "OMP_NUM_THREADS": "1"}
+    )
     started = time.monotonic()
     command = [python, "-W", "ignore", str(LOOP), MODEL]  # newer releases deprecate what older ones need
     done = subprocess.run(command, env=environment, stdout=subprocess.PIPE, text=True, timeout=SECONDS, check=True)

@@ -31,7 +31,7 @@ from openrl.daemon.work import (
 )
 from openrl.errors import BadRequest, Gone, NotFound, OpenRLError
 from openrl.settings import ServerSettings
-from openrl.store.records import Checkpoint, Run, RunState, RunSummary, Sampler
+from openrl.store.records import Checkpoint, Completion, Run, RunState, RunSummary, Sampler
 from openrl.types import (
     CheckpointKind,
     LoraSpec,
@@ -85,9 +85,46 @@ class FakeRecords:
         return RunSummary(self._daemon.run(run), None, None)
 
 
+class FakeClients:
+    """Samples end in the order in which they are submitted; their place in it is the cursor."""
+
+    def __init__(self, daemon: FakeDaemon) -> None:
+        self._daemon = daemon
+        self.ended: list[tuple[SamplerId, int, Completion]] = []
+        self.seen: list[RequestId] = []
+        self.cancelled: list[RequestId] = []
+        self._joined = 0
+
+    def end(self, sampler: SamplerId, seq: int, request: RequestId) -> None:
+        self.ended.append((sampler, seq, Completion(len(self.ended) + 1, request, False, 1)))
+
+    async def join(self, sampler: SamplerId) -> int:
+        self._daemon.sampler(sampler)
+        self._joined += 1
+        return self._joined
+
+    async def cancel(self, request: RequestId) -> None:
+        self.cancelled.append(request)
+
+    async def retrieved(self, sampler: SamplerId, requests: list[RequestId]) -> None:
+        self._daemon.sampler(sampler)
+        self.seen += requests
+
+    async def completions(self, sampler: SamplerId, clone: int, after: int, timeout: float) -> list[Completion]:
+        self._daemon._fail("completions")
+        deadline = asyncio.get_running_loop().time() + timeout
+        while True:
+            mine = [done for name, seq, done in self.ended if (name, seq // 10**9) == (sampler, clone)]
+            news = [done for done in mine if done.number > after]
+            if news or asyncio.get_running_loop().time() >= deadline:
+                return news
+            await asyncio.sleep(0.005)
+
+
 class FakeDaemon:
     def __init__(self) -> None:
         self.rest = FakeRecords(self)
+        self.clients = FakeClients(self)
         self.sessions: dict[SessionId, str] = {}
         self.created: list[NewSession] = []
         self.runs: dict[RunId, Run] = {}
@@ -254,7 +291,9 @@ class FakeDaemon:
         check_sample(payload, INFO)
         assert decode_sample(raw.content_type, raw.body).params == payload.params
         self.samples.append((sampler, seq, payload))
-        return self._finish(RequestId(f"{sampler}-{seq}"), Op.SAMPLE, _sample(payload))
+        request = self._finish(RequestId(f"{sampler}-{seq}"), Op.SAMPLE, _sample(payload))
+        self.clients.end(sampler, seq, request)
+        return request
 
     # -- futures --
 

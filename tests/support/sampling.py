@@ -120,7 +120,14 @@ class Ask:
 
 
 def payload(prompt: Sequence[int], num_samples: int = 1, /, **params: Any) -> SamplePayload:
-    reports = ("prompt_logprobs", "topk_prompt_logprobs", "topk_sample_logprobs")
+    reports = (
+        "prompt_logprobs",
+        "topk_prompt_logprobs",
+        "topk_sample_logprobs",
+        "target_prompt_logprobs",
+        "prompt_alt_tokens_k",
+        "prompt_logprobs_last_n",
+    )
     extra = {name: params.pop(name) for name in reports if name in params}
     num_samples = params.pop("num_samples", num_samples)
     return SamplePayload(np.array(prompt, np.int32), num_samples, SamplingParams(**params), **extra)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import io
 import json
+import sys
 import tarfile
 import time
 from collections.abc import Awaitable, Callable
@@ -500,6 +501,16 @@ async def test_age_encryption(h: Harness, http: Http) -> None:
         failed = await external(h, run, seq, SaveExternal("f", recipients=recipients))
         assert failed.category == "user"
         assert "age_encryption_recipients" in (failed.error or "")
+
+
+@scenario
+async def test_without_the_library_encryption_is_refused(h: Harness, http: Http) -> None:
+    run = await h.open_run()
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setitem(sys.modules, "pyrage", None)
+        failed = await external(h, run, 1, SaveExternal("e", recipients=("age1x",)))
+        assert "openrl[age]" in (failed.error or "")
+        assert (await external(h, run, 2, SaveExternal("e"))).error is None
 
 
 # ---- speed ----

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from openrl.errors import BadRequest, NotFound
+from openrl.errors import BadRequest, ModelError, NotFound
 from openrl.instance import InUse, owning
 from openrl_cli.main import app
 from support.daemons import Harness
@@ -93,6 +93,19 @@ def test_prune(data_dir: Path) -> None:
     assert [checkpoint["name"] for checkpoint in listed(data_dir)] == ["c"]
 
 
+def test_gguf_is_refused_with_the_way_out(data_dir: Path, tmp_path: Path) -> None:
+    path = listed(data_dir)[0]["path"]
+    with pytest.raises(ModelError, match=r"convert_hf_to_gguf\.py"):
+        call(data_dir, "export", path, "--as", "gguf", "--out", str(tmp_path / "out"))
+    with pytest.raises(BadRequest, match="adapter_config"):
+        call(data_dir, "export", path, "--out", str(tmp_path / "out"))  # a scalar checkpoint has no adapter
+    assert not (tmp_path / "out").exists()
+    (tmp_path / "full").mkdir()
+    (tmp_path / "full" / "file").touch()
+    with pytest.raises(BadRequest, match="empty"):
+        call(data_dir, "export", path, "--out", str(tmp_path / "full"))
+
+
 def test_an_empty_data_folder(tmp_path: Path) -> None:
     assert listed(tmp_path / "new") == []
 
@@ -104,6 +117,6 @@ def test_one_owner_at_a_time(data_dir: Path) -> None:
             call(data_dir, "list")
         owner.announce("http://127.0.0.1:9")
         assert len(listed(data_dir)) == 3, "looking needs nobody's leave"
-        with pytest.raises(InUse, match="127.0.0.1:9"), owning(data_dir):
+        with pytest.raises(InUse, match=r"127\.0\.0\.1:9"), owning(data_dir):
             pass
     assert len(listed(data_dir)) == 3

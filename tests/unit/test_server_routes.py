@@ -61,14 +61,25 @@ def test_t29_client_config_has_no_nulls(http: Http) -> None:
     """2.2: every flag typed, and on only what is served."""
     config = http.post("client/config", {"sdk_version": "0.38.0"}).json()
     assert None not in config.values()
-    off = ["proto_compress_fwdbwd", "sample_use_retrieve_futures", "custom_loss_server_side"]
-    assert not any(config[flag] for flag in [*off, "sample_join_sampling_session", "sample_no_retries"])
+    assert not any(config[flag] for flag in ["proto_compress_fwdbwd", "custom_loss_server_side", "sample_no_retries"])
+    assert config["sample_use_retrieve_futures"]
+    assert config["sample_join_sampling_session"]
     assert config["pjwt_auth_enabled"]
     assert config["parallel_fwdbwd_chunks"]
     assert config["create_model_via_load_weights"]
     assert config["billing_exception_max_pause_duration_sec"] == 0
     dynamic = http.post("client/dynamic_config", {"sdk_version": "0.38.0"}).json()
-    assert dynamic == {"refresh_interval_sec": 300, "sample_cancel_enabled": False}
+    assert dynamic == {
+        "refresh_interval_sec": 300,
+        "sample_cancel_enabled": True,
+        "sample_cancel_max_batch_size": 64,
+    }
+
+
+@pytest.mark.parametrize(("host", "remote"), [("127.0.0.1", False), ("::1", False), ("0.0.0.0", True)])
+def test_bodies_are_compressed_over_a_network_only(host: str, remote: bool) -> None:
+    app = create_app(FakeDaemon().as_daemon, server_settings(host=host), KEY)
+    assert Http(app).post("client/config", {}).json()["proto_compress_fwdbwd"] is remote
 
 
 def test_capabilities(http: Http) -> None:

@@ -24,6 +24,8 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from openrl.store.records import Checkpoint, Run, RunState
 from openrl.types import (
+    AltTokens,
+    Cells,
     CheckpointKind,
     LoraSpec,
     Op,
@@ -88,10 +90,11 @@ def test_t12_t24_t31_t32_answers_fit_the_sdks_strict_models() -> None:
 
 def test_t29_t30_the_client_configuration_fits_and_never_pauses_for_billing() -> None:
     """T29: strict model, no nulls. T30: 402 is never sent, and would not be waited out."""
-    config = ClientConfigResponse.model_validate(dict(replies.CLIENT_CONFIG))
+    flags = replies.client_config(remote=True)
+    config = ClientConfigResponse.model_validate(flags)
     assert config.billing_exception_max_pause_duration_sec == 0
     assert config.fwdbwd_max_chunk_bytes_count >= 5_000_000
-    assert None not in replies.CLIENT_CONFIG.values()
+    assert None not in flags.values()
 
 
 def test_t16_every_record_says_how_many_datums_it_holds() -> None:
@@ -128,7 +131,10 @@ def sample_output() -> SampleOutput:
     ids = np.asarray([[0, 0], [7, 0]], np.int32)
     topk = TopK(ids, np.asarray([[EMPTY_CELL, EMPTY_CELL], [-0.5, EMPTY_CELL]], np.float32))
     drawn = SampledSequence(np.asarray([5], np.int32), np.asarray([-1], np.float32), "stop")
-    return SampleOutput((drawn,), np.asarray([np.nan, -0.5], np.float32), topk)
+    index = np.asarray([0, 1], np.int64)
+    targets = Cells(np.asarray([-0.25], np.float32), (1, 4), index, index[:1])
+    alternatives = AltTokens(np.asarray([[3, 4]], np.int64), np.asarray([[-0.5, -0.75]], np.float32))
+    return SampleOutput((drawn,), np.asarray([np.nan, -0.5], np.float32), topk, targets, alternatives)
 
 
 def test_t34_empty_top_k_cells_do_not_show() -> None:

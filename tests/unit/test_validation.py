@@ -11,7 +11,7 @@ import numpy as np
 import pytest
 
 from openrl.errors import BadRequest
-from openrl.types import AdamParams, Datum, ModelInfo, SamplePayload, SamplingParams, TrainPayload
+from openrl.types import AdamParams, Cells, Datum, ModelInfo, SamplePayload, SamplingParams, TrainPayload
 from openrl.validation import (
     check_adam,
     check_checkpoint_name,
@@ -185,6 +185,10 @@ def sample(prompt: int = 3, **fields: Any) -> SamplePayload:
     return SamplePayload(np.arange(prompt, dtype=np.int32), params=params, **ours)
 
 
+def targets(*ids: int, rows: int = 2, dtype: type = np.int64) -> Cells:
+    return Cells(np.asarray(ids, dtype), (rows, len(ids) // rows))
+
+
 @pytest.mark.parametrize(
     "good",
     [
@@ -196,8 +200,12 @@ def sample(prompt: int = 3, **fields: Any) -> SamplePayload:
         sample(stop=("a",)),
         sample(stop=(0, 99)),
         sample(num_samples=64, topk_prompt_logprobs=5),
+        sample(target_prompt_logprobs=targets(0, 99, -1, 5)),
+        sample(1, target_prompt_logprobs=Cells(np.zeros(0, np.int64), (0, 2)), prompt_alt_tokens_k=1),
+        sample(prompt_logprobs=True, prompt_logprobs_last_n=2),
+        sample(target_prompt_logprobs=Cells(np.array([4]), (2, 7), np.array([0, 0, 1]), np.array([6]))),
     ],
-    ids=range(8),
+    ids=range(12),
 )
 def test_legal_samples_pass(good: SamplePayload) -> None:
     check_sample(good, INFO)
@@ -210,6 +218,19 @@ def test_legal_samples_pass(good: SamplePayload) -> None:
         (sample(num_samples=0), "num_samples must lie in 1..4096, got 0"),
         (sample(topk_prompt_logprobs=-1), "topk_prompt_logprobs must lie in 0..100, got -1"),
         (sample(topk_sample_logprobs=101), "topk_sample_logprobs must lie in 0..100, got 101"),
+        # 6.3
+        (sample(prompt_alt_tokens_k=-1), "prompt_alt_tokens_k must lie in 0..1024, got -1"),
+        (sample(prompt_logprobs_last_n=1), "prompt_logprobs_last_n says how many prompt_logprobs are wanted, but none"),
+        (sample(prompt_logprobs=True, prompt_logprobs_last_n=0), "prompt_logprobs_last_n is 0; legal: 1..2"),
+        (sample(prompt_logprobs=True, prompt_logprobs_last_n=3), "prompt_logprobs_last_n is 3; legal: 1..2"),
+        (sample(1, prompt_logprobs=True, prompt_logprobs_last_n=1), "legal: none for a prompt of 1 token"),
+        (
+            sample(target_prompt_logprobs=targets(1, 2, 3, rows=3)),
+            "has shape [3, 1]; a prompt of 3 tokens takes [2, K]",
+        ),
+        (sample(target_prompt_logprobs=targets(1, 2, 3, 100)), "token id 100 for prompt token 2; legal: 0..99, or -1"),
+        (sample(target_prompt_logprobs=targets(1, -2)), "token id -2 for prompt token 2"),
+        (sample(target_prompt_logprobs=targets(1, 2, dtype=np.float32)), "must be int64, got float32"),
         # S3
         (sample(temperature=-0.1), "temperature must be a finite number >= 0, got -0.1"),
         (sample(temperature=math.nan), "temperature must be a finite number >= 0, got nan"),

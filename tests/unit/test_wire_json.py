@@ -53,6 +53,15 @@ def sample(**fields: Any) -> SamplePayload:
     return decode_sample(JSON, dump(body))
 
 
+# [3, 5] with 7 at [0, 4] and 2 at [2, 0].
+SPARSE_TARGETS: dict[str, Any] = {
+    "data": [7, 2],
+    "dtype": "int64",
+    "shape": [3, 5],
+    "sparse_crow_indices": [0, 1, 1, 2],
+    "sparse_col_indices": [4, 0],
+}
+
 # ---- codec ----
 
 
@@ -271,15 +280,48 @@ def test_numbers_may_be_ints_or_floats() -> None:
         ({"prompt": {"chunks": [{"type": "image", "data": "", "format": "png"}]}}, "of kind 'image'"),
         ({"prompt": {"chunks": [{"location": "x", "format": "png"}]}}, "of kind 'image_asset_pointer'"),
         ({"prompt": {"chunks": [{"type": "encoded_text"}]}}, "prompt.chunks[0].tokens is required"),
-        ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs is not served yet"),
-        ({"prompt_alt_tokens_k": 2}, "prompt_alt_tokens_k is not served yet"),
-        ({"prompt_logprobs_last_n": 2}, "prompt_logprobs_last_n is not served yet"),
+        ({"prompt": {"chunks": [{"type": "image_asset_pointer"}]}}, "of kind 'image_asset_pointer'"),
+        ({"prompt": {"chunks": [{"type": "dmel", "dmel": "AA=="}]}}, "of kind 'dmel'"),
+        ({"prompt": {"chunks": [{"dmel": "AA=="}]}}, "of kind 'dmel'"),
+        ({"target_prompt_logprobs": {"data": [1]}}, "target_prompt_logprobs.dtype is required"),
+        ({"target_prompt_logprobs": {"data": [1], "dtype": "int64"}}, "needs a shape [rows, columns], got shape [1]"),
+        (
+            {"target_prompt_logprobs": {"data": [1, 2], "dtype": "int64", "shape": [3, 1]}},
+            "shape [3, 1] does not hold its 2 values",
+        ),
+        (
+            {"target_prompt_logprobs": {**SPARSE_TARGETS, "sparse_col_indices": [0, 9]}},
+            "target_prompt_logprobs: column indices must lie in 0..4",
+        ),
+        ({"prompt_alt_tokens_k": "2"}, "prompt_alt_tokens_k should be a valid integer"),
+        ({"record_stability_info": 3}, "record_stability_info should be a valid boolean"),
     ],
 )
 def test_bad_samples_are_named(fields: dict[str, Any], message: str) -> None:
     with pytest.raises(BadRequest) as caught:
         sample(**fields)
     assert message in str(caught.value)
+
+
+def test_target_logprobs_keep_their_layout() -> None:
+    """6.3: dense or sparse as they came; nothing is unfolded."""
+    dense = sample(target_prompt_logprobs={"data": [1, -1, 7, 2], "dtype": "int64", "shape": [2, 2]})
+    assert dense.target_prompt_logprobs is not None
+    assert dense.target_prompt_logprobs.values.tolist() == [1, -1, 7, 2]
+    assert dense.target_prompt_logprobs.rows().tolist() == [0, 0, 1, 1]
+    sparse = sample(target_prompt_logprobs=SPARSE_TARGETS).target_prompt_logprobs
+    assert sparse is not None
+    assert (sparse.shape, sparse.values.dtype) == ((3, 5), np.int64)
+    assert sparse.rows().tolist() == [0, 2]
+    assert sparse.cols is not None
+    assert sparse.cols.tolist() == [4, 0]
+
+
+def test_what_else_is_asked_of_the_prompt() -> None:
+    asked = sample(prompt_alt_tokens_k=3, prompt_logprobs_last_n=1, prompt_logprobs=True)
+    assert (asked.prompt_alt_tokens_k, asked.prompt_logprobs_last_n) == (3, 1)
+    plain = sample()
+    assert (plain.prompt_alt_tokens_k, plain.prompt_logprobs_last_n, plain.target_prompt_logprobs) == (0, None, None)
 
 
 def test_recording_for_stable_reinforce_is_taken_and_ignored() -> None:

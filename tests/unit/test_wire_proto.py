@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import json
 import math
 from dataclasses import replace
 
@@ -20,7 +21,7 @@ from tinker.types.forward_backward_request import ForwardBackwardRequest
 
 from openrl.codec import decode_json
 from openrl.errors import BadRequest
-from openrl.types import SampledSequence, SampleOutput, TopK, TrainOutput
+from openrl.types import AltTokens, Cells, SampledSequence, SampleOutput, TopK, TrainOutput
 from openrl.wire import tinker_pb2 as pb
 from openrl.wire.compression import inflate
 from openrl.wire.old_json import EMPTY_CELL, sample_output_json, train_output_json
@@ -320,6 +321,30 @@ def test_sample_output_as_the_sdk_reads_it() -> None:
     assert got.topk_prompt_logprobs == [None, [(3, -0.5), (4, -1.5)]]  # T34
     np.testing.assert_array_equal(got.sequences[0].topk_logprobs_np.token_ids, [[5, 6], [7, 8]])
     assert got.sequences[1].topk_logprobs_np is None
+
+
+def test_t33_what_else_was_asked_of_a_prompt_as_the_sdk_reads_it() -> None:
+    """6.5, T33: target logprobs in the layout of the request, dense or sparse; alternatives dense; plain types."""
+    dense = Cells(np.asarray([-1.5, 0.0, -2.0, -3.0], np.float32), (2, 2))
+    crow, cols = np.asarray([0, 1, 1], np.int64), np.asarray([70_000], np.int64)
+    sparse = Cells(np.asarray([-1.5], np.float32), (2, 100_000), crow, cols)
+    drawn = AltTokens(np.asarray([[3, 4], [5, 6]]), np.asarray([[-1, -2], [-3, -4]], np.float32))
+    for cells in (dense, sparse):
+        output = replace(sample_output(), target_prompt=cells, alt_tokens=drawn)
+        got = deserialize_sample_response(encode_sample_output(output))
+        assert got.target_prompt_logprobs is not None
+        assert got.target_prompt_logprobs.shape == list(cells.shape)
+        assert got.target_prompt_logprobs.dtype == "float32"
+        assert np.asarray(got.target_prompt_logprobs.data).tolist() == cells.values.tolist()
+        indices = got.target_prompt_logprobs.sparse_crow_indices, got.target_prompt_logprobs.sparse_col_indices
+        assert indices == ((None, None) if cells is dense else ([0, 1, 1], [70_000]))
+        assert got.prompt_alt_tokens is not None
+        np.testing.assert_array_equal(got.prompt_alt_tokens.tokens.to_numpy(), drawn.ids)
+        np.testing.assert_array_equal(got.prompt_alt_tokens.logprobs.to_numpy(), drawn.logprobs)
+        assert got.prompt_alt_tokens.tokens.dtype == "int64"
+        told = json.loads(sample_output_json(encode_sample_output(output)))
+        assert told["target_prompt_logprobs"]["data"] == cells.values.tolist()
+        assert told["prompt_alt_tokens"]["tokens"] == {"data": [3, 4, 5, 6], "dtype": "int64", "shape": [2, 2]}
 
 
 def test_a_bare_sample_has_no_prompt_parts() -> None:

@@ -25,7 +25,7 @@ _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
 
 
 def uniforms(seeds: UInt64Array, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), from 53 bits of a splitmix64 hash of both."""
+    """One number in [0, 1) for each (seed, position), from 53 bits of a splitmix64 hash of both. The two broadcast."""
     counters = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
     return (_mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
 
@@ -132,6 +132,17 @@ def draw(logits: Tensor, knobs: Knobs, positions: npt.NDArray[np.int64]) -> Draw
         return Drawn(tokens, chosen, None, None)
     top = scaled.topk(knobs.top, -1)
     return Drawn(tokens, chosen, top.indices, top.values - log_total)
+
+
+def draw_repeatedly(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
+    """Draw k tokens a row, with replacement and nothing cut away, from float32 logits [R, V], which stay as they are.
+
+    `u` is float64 [R, k] in [0, 1); the tokens are int64 [R, k].
+    """
+    if temperature == 0:
+        return logits.argmax(-1, keepdim=True).expand(u.shape)
+    weights, mass = _weights((logits - logits.amax(-1, keepdim=True)).div_(temperature))
+    return torch.stack([_invert(weights, mass, column) for column in u.unbind(1)], 1)
 
 
 def _weights(scaled: Tensor) -> tuple[Tensor, Tensor]:

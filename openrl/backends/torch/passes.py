@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from typing import cast
@@ -27,10 +27,12 @@ from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.trainable import Trainable
 from openrl.checkpoints.peft import HEAD_NAME
 from openrl.errors import BadRequest, OpenRLError, OutOfMemory
-from openrl.losses import Loss, evaluate
+from openrl.losses import Loss
 from openrl.types import Array, Datum, FloatArray, IntArray, RequestId, TrainOutput
 
 Outcome = TrainOutput | OpenRLError
+# The loss of one datum, from its logprobs (of the targets' shape) and its inputs. A `BadRequest` fails the request.
+LossFn = Callable[[FloatArray, Mapping[str, Array]], Loss]
 
 _SHORT_TOKENS = 192  # where the two kinds of kernel took equally long, forward and backward together
 
@@ -41,6 +43,7 @@ class Work:
 
     item: TrainItem
     trainable: Trainable
+    loss: LossFn
     logprobs: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
     losses: dict[int, Loss] = field(default_factory=dict[int, Loss])
     gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
@@ -51,8 +54,11 @@ class Work:
     def done(self) -> bool:
         return self.error is not None or len(self.losses) == len(self.item.payload.data)
 
-    def record(self, index: int, logprobs: FloatArray, loss: Loss) -> None:
-        """Take a datum's result; one that is not finite fails the request (L11)."""
+    def record(self, index: int, logprobs: FloatArray, loss: Loss | BadRequest) -> None:
+        """Take a datum's result; one that could not be worked out or is not finite fails the request (L11)."""
+        if isinstance(loss, BadRequest):
+            self.error = self.error or BadRequest(f"data[{index}]: {loss.message}", loss.hint)
+            return
         self.logprobs[index], self.losses[index] = logprobs, loss
         if not loss.finite:
             name = self.item.payload.loss_fn
@@ -150,12 +156,14 @@ class PassRunner:
         first = {id(row.work): position for position, row in reversed(list(enumerate(rows)))}
         rows = sorted(rows, key=lambda row: first[id(row.work)])  # rows of one adapter become neighbours
         backward = rows[0].work.item.backward
-        results: dict[int, tuple[FloatArray, Loss]] = {}
+        results: dict[int, tuple[FloatArray, Loss | BadRequest]] = {}
 
         def judge(index: int, logprobs: FloatArray) -> FloatArray | None:
             results[index] = _evaluate(rows[index], logprobs)
             loss = results[index][1]
-            return loss.grad.reshape(logprobs.shape) if backward and loss.finite else None
+            if not backward or isinstance(loss, BadRequest) or not loss.finite:
+                return None
+            return loss.grad.reshape(logprobs.shape)
 
         gradients = self._differentiate(rows, judge, backward=backward)
         for index, row in enumerate(rows):
@@ -228,19 +236,31 @@ def _columns(targets: Array) -> Array:
     return targets.reshape(len(targets), -1).astype(np.int64, copy=False)
 
 
-def _evaluate(row: Row, logprobs: FloatArray) -> tuple[FloatArray, Loss]:
-    """A datum's logprobs in the shape of its targets (L8), and its loss."""
-    payload, inputs = row.work.item.payload, row.datum.inputs
+def _evaluate(row: Row, logprobs: FloatArray) -> tuple[FloatArray, Loss | BadRequest]:
+    """A datum's logprobs in the shape of its targets (L8), and its loss or why there is none."""
+    inputs = row.datum.inputs
     lp = logprobs.reshape(inputs["target_tokens"].shape)
-    return lp, evaluate(payload.loss_fn, lp, inputs, payload.loss_config)
+    try:
+        return lp, row.work.loss(lp, inputs)
+    except BadRequest as error:
+        return lp, error
 
 
 def _metrics(losses: Sequence[Loss]) -> dict[str, float]:
-    """`loss:sum` (L4) and the other sums over the datums, each key with one colon (L5)."""
-    totals = {"loss:sum": math.fsum(loss.total for loss in losses)}
+    """`loss:sum` (L4) and the losses' own, summed or averaged over the datums; each key has one colon (L5)."""
+    totals = {"loss:sum": _total([loss.total for loss in losses])}
     for key in losses[0].sums:
-        totals[key] = math.fsum(loss.sums[key] for loss in losses)
+        total = _total([loss.sums[key] for loss in losses])
+        totals[key] = total / len(losses) if key.endswith(":mean") else total
     return totals
+
+
+def _total(values: Sequence[float]) -> float:
+    """The sum, rounded once; where there is none (a custom metric may be infinite) what plain addition gives."""
+    try:
+        return math.fsum(values)
+    except (OverflowError, ValueError):
+        return sum(values)
 
 
 def _report(works: Sequence[Work]) -> dict[RequestId, Outcome]:

@@ -24,7 +24,7 @@ from openrl.backends.torch.schedule import Prefix, Schedule
 from openrl.backends.torch.sequences import Job, PromptScores, Sequence, row_knobs
 from openrl.backends.torch.stops import Stops
 from openrl.errors import BadRequest, OpenRLError, OutOfMemory
-from openrl.types import RequestId, SampleOutput, SamplePayload, SamplingParams
+from openrl.types import Cells, RequestId, SampleOutput, SamplePayload, SamplingParams
 
 # Prompt tokens that one turn computes: a turn should end soon, so that decoding and training get theirs.
 _PREFILL_TOKENS_CPU = 512
@@ -80,15 +80,15 @@ class Sampler:
         check_payload(payload, self._model.vocab_size)
         self._stops.check(payload.params.stop)
         prompt: list[int] = payload.prompt.tolist()
-        scored = payload.prompt_logprobs or payload.topk_prompt_logprobs > 0
+        seed = secrets.randbits(64) if payload.params.seed is None else payload.params.seed  # fresh randomness (S12)
         entry = Job(
             source=job,
             prompt=prompt,
             limit=self._limit(len(prompt), payload.params.max_tokens),
-            scores=PromptScores.empty(len(prompt), payload.topk_prompt_logprobs) if scored else None,
+            scores=PromptScores.wanted(payload, seed),
             results=[None] * payload.num_samples,
         )
-        self._schedule.waiting.extend(self._sequences(entry))
+        self._schedule.waiting.extend(self._sequences(entry, seed))
 
     def cancel(self, request: RequestId) -> None:
         """Forget a job and free its rows; unknown ones are ignored."""
@@ -123,9 +123,8 @@ class Sampler:
                 )
         return max_tokens or min(self._model.config.max_position_embeddings, self._max_kv_tokens) - prompt
 
-    def _sequences(self, job: Job) -> list[Sequence]:
+    def _sequences(self, job: Job, seed: int) -> list[Sequence]:
         params = job.source.payload.params
-        seed = secrets.randbits(64) if params.seed is None else params.seed  # fresh randomness (S12)
         first, self._queued = self._queued, self._queued + len(job.results)
         return [
             Sequence(job, i, first + i, row_knobs(job.source, seed, i), self._stops.watch(params.stop, job.prompt))
@@ -275,7 +274,8 @@ class Sampler:
         """Take on less: fewer prompts, fewer rows, shorter parts, in this order; fail what is alone and too much."""
         schedule = self._schedule
         members = [m for p in plan for m in p.members if not m.job.ended]
-        if not self._runner.intact:
+        lost = not self._runner.intact
+        if lost:
             members += schedule.live
             self._runner.clear()
         schedule.requeue(members)
@@ -289,7 +289,7 @@ class Sampler:
             schedule.prefill_tokens = max(_SMALLEST_PART, schedule.prefill_tokens // 2)
         elif len(members) > 1:
             schedule.rows = len(members) // 2
-        else:
+        elif plan or not lost:  # a cache lost in growing is begun anew at the size now needed, without the old one
             self._give_up(members or schedule.live)
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
@@ -302,7 +302,7 @@ class Sampler:
 def check_payload(payload: SamplePayload, vocab: int) -> None:
     """Raises BadRequest for values that no sampler can work with (S3, S10)."""
     params: SamplingParams = payload.params
-    ids = payload.prompt
+    ids, last = payload.prompt, payload.prompt_logprobs_last_n
     rules = {
         "prompt": (ids.ndim == 1 and len(ids) > 0 and ids.min() >= 0 and ids.max() < vocab, f"ids below {vocab}"),
         "num_samples": (payload.num_samples >= 1, "1 or more"),
@@ -311,9 +311,20 @@ def check_payload(payload: SamplePayload, vocab: int) -> None:
         "top_p": (0 < params.top_p <= 1, "above 0, up to 1"),
         "top_k": (params.top_k == -1 or params.top_k >= 1, "-1 for all, or 1 or more"),
         "topk_prompt_logprobs": (0 <= payload.topk_prompt_logprobs <= vocab, f"0 to {vocab}"),
+        "prompt_alt_tokens_k": (payload.prompt_alt_tokens_k >= 0, "0 or more"),
+        "prompt_logprobs_last_n": (last is None or 1 <= last < len(ids), "1 to the prompt's length less 1, or none"),
+        "target_prompt_logprobs": (_legal_targets(payload, vocab), f"[prompt - 1, K] of ids below {vocab}, or -1"),
         "topk_sample_logprobs": (0 <= payload.topk_sample_logprobs <= vocab, f"0 to {vocab}"),
     }
     for name, (good, legal) in rules.items():
         if not good:
-            given = f"{len(ids)} ids" if name == "prompt" else getattr(payload, name, getattr(params, name, None))
-            raise BadRequest(f"{name} is {given}.", f"Legal: {legal}.")
+            given = getattr(payload, name, getattr(params, name, None))
+            shown = f"{len(ids)} ids" if name == "prompt" else "another table" if isinstance(given, Cells) else given
+            raise BadRequest(f"{name} is {shown}.", f"Legal: {legal}.")
+
+
+def _legal_targets(payload: SamplePayload, vocab: int) -> bool:
+    cells = payload.target_prompt_logprobs
+    if cells is None:
+        return True
+    return cells.shape[0] == len(payload.prompt) - 1 and bool(((cells.values >= -1) & (cells.values < vocab)).all())

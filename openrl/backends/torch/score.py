@@ -10,7 +10,7 @@ from torch import Tensor
 
 from openrl.backends.torch.lora import Adapter, Segment
 from openrl.backends.torch.model import CausalLM
-from openrl.backends.torch.sequences import Job
+from openrl.backends.torch.sequences import Job, PromptScores
 
 _CELLS = 1 << 24  # float32 logits held at once: 64 MiB
 
@@ -43,9 +43,26 @@ class Span:
     hidden: Tensor
 
     @property
+    def first(self) -> int:
+        """The first of the states, counted from the prompt's start, that tells of a token of which anything is asked:
+        each tells of the token after its own."""
+        return max(self.start, self.scores.begin - 1)
+
+    @property
     def scored(self) -> int:
-        """How many prompt tokens these states predict: one each, none for the last of the prompt."""
-        return min(len(self.hidden), len(self.job.prompt) - 1 - self.start)
+        """How many of them there are; the prompt's last one tells of none."""
+        return max(0, min(self.start + len(self.hidden), len(self.job.prompt) - 1) - self.first)
+
+    @property
+    def wanted(self) -> Tensor:
+        """Those states."""
+        begin = self.first - self.start
+        return self.hidden[begin : begin + self.scored]
+
+    @property
+    def scores(self) -> PromptScores:
+        assert self.job.scores is not None
+        return self.job.scores
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,15 +79,17 @@ def score(model: CausalLM, spans: Sequence[Span]) -> None:
     spans = [s for s in spans if s.job.scores is not None and s.scored > 0]
     if not spans:
         return
-    hidden = torch.cat([s.hidden[: s.scored] for s in spans])
-    wanted = [token for s in spans for token in s.job.prompt[s.start + 1 : s.start + 1 + s.scored]]
-    targets = torch.tensor(wanted, device=hidden.device)
+    hidden = torch.cat([s.wanted for s in spans])
+    tokens = [token for s in spans for token in s.job.prompt[s.first + 1 : s.first + 1 + s.scored]]
+    targets = torch.tensor(tokens, device=hidden.device)
     parts = segments((s.scored, s.job.adapter) for s in spans)
     top = max(s.job.source.payload.topk_prompt_logprobs for s in spans)
-    scored = [
-        _score_rows(model, hidden[i:j], targets[i:j], _clip(parts, i, j), top)
-        for i, j in _windows(len(hidden), head_rows(model.vocab_size))
-    ]
+    scored: list[_Scored] = []
+    for i, j in _windows(len(hidden), head_rows(model.vocab_size)):
+        logits = model.logits(hidden[i:j], _clip(parts, i, j))
+        total = logits.logsumexp(-1, keepdim=True)
+        scored.append(_score_rows(logits, total, targets[i:j], top))
+        _fill_extras(spans, i, logits, total)
     _distribute(spans, scored)
 
 
@@ -83,12 +102,22 @@ def _clip(parts: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...
     return tuple(Segment(max(s.start, start) - start, min(s.stop, stop) - start, s.adapter) for s in inside)
 
 
-def _score_rows(model: CausalLM, hidden: Tensor, targets: Tensor, parts: tuple[Segment, ...], top: int) -> _Scored:
-    logits = model.logits(hidden, parts)
-    total = logits.logsumexp(-1, keepdim=True)
+def _score_rows(logits: Tensor, total: Tensor, targets: Tensor, top: int) -> _Scored:
     best = logits.topk(top, -1)
     logprobs = logits.gather(-1, targets[:, None]) - total
     return _Scored(logprobs[:, 0].cpu(), best.indices.cpu(), (best.values - total).cpu())
+
+
+def _fill_extras(spans: Sequence[Span], start: int, logits: Tensor, total: Tensor) -> None:
+    """Show a window's logits, those from row `start` of all spans together, to whoever asks for more."""
+    at = 0
+    for span in spans:
+        low, high = max(start, at), min(start + len(logits), at + span.scored)
+        if low < high:
+            part = slice(low - start, high - start)
+            for extra in span.scores.extras:
+                extra.fill(span.first + low - at, logits[part], total[part])
+        at += span.scored
 
 
 def _distribute(spans: Sequence[Span], scored: Sequence[_Scored]) -> None:
@@ -97,12 +126,13 @@ def _distribute(spans: Sequence[Span], scored: Sequence[_Scored]) -> None:
     values = torch.cat([s.values for s in scored]).numpy()
     at = 0
     for span in spans:
-        scores, count = span.job.scores, span.scored
-        assert scores is not None
-        first = span.start + 1
-        scores.logprobs[first : first + count] = logprobs[at : at + count]
-        if scores.top is not None:
-            width = scores.top.ids.shape[1]
-            scores.top.ids[first : first + count] = ids[at : at + count, :width]
-            scores.top.logprobs[first : first + count] = values[at : at + count, :width]
-        at += count
+        scores, stop = span.scores, at + span.scored
+        first = max(span.first + 1, scores.first)
+        begin, positions = at + first - span.first - 1, slice(first, span.first + 1 + span.scored)
+        if begin < stop:
+            scores.logprobs[positions] = logprobs[begin:stop]
+            if scores.top is not None:
+                width = scores.top.ids.shape[1]
+                scores.top.ids[positions] = ids[begin:stop, :width]
+                scores.top.logprobs[positions] = values[begin:stop, :width]
+        at = stop

@@ -10,11 +10,12 @@ from torch import Tensor
 
 from openrl.backends.base import SampleJob
 from openrl.backends.torch.draw import RowKnobs
+from openrl.backends.torch.extras import Alternatives, Targets
 from openrl.backends.torch.lora import Adapter
 from openrl.backends.torch.stops import StopWatch
-from openrl.types import RequestId, SampledSequence, SampleOutput, TopK
+from openrl.types import RequestId, SampledSequence, SampleOutput, SamplePayload, TopK
 
-_EMPTY_LOGPROB = -99999.0  # of the cells at position 0 of a prompt, which nothing precedes (S7)
+_EMPTY_LOGPROB = -99999.0  # of the cells at prompt positions that are not scored, such as 0 (S7)
 _UINT64 = (1 << 64) - 1
 
 # (ids, logprobs) of the most likely tokens at one position, descending.
@@ -23,16 +24,42 @@ TopRow = tuple[list[int], list[float]]
 
 @dataclass(slots=True, eq=False)
 class PromptScores:
-    """Logprobs of a prompt's tokens as its parts are computed (S5, S7)."""
+    """What is asked of a prompt's tokens, filled in as its parts are computed (S5, S7).
+
+    `logprobs` and `top` are those of positions from `first` on; targets and alternatives are of all positions but 0.
+    """
 
     logprobs: np.ndarray[tuple[int], np.dtype[np.float32]]
     top: TopK | None
+    first: int
+    targets: Targets | None
+    alternatives: Alternatives | None
 
     @classmethod
-    def empty(cls, tokens: int, top: int) -> PromptScores:
-        """For a prompt of `tokens`, with room for the `top` most likely ones a position."""
+    def wanted(cls, payload: SamplePayload, seed: int) -> PromptScores | None:
+        """Room for what a request asks for; None if that is nothing. `seed` is that of its draws."""
+        tokens, top, k = len(payload.prompt), payload.topk_prompt_logprobs, payload.prompt_alt_tokens_k
+        targets, last = payload.target_prompt_logprobs, payload.prompt_logprobs_last_n
+        if not (payload.prompt_logprobs or top or k or targets is not None):
+            return None
+        plain = payload.prompt_logprobs or top > 0
         table = TopK(np.zeros((tokens, top), np.int32), np.full((tokens, top), _EMPTY_LOGPROB, np.float32))
-        return cls(np.full(tokens, np.nan, np.float32), table if top else None)
+        return cls(
+            logprobs=np.full(tokens, np.nan, np.float32),
+            top=table if top else None,
+            first=tokens if not plain else 1 if last is None else tokens - last,
+            targets=None if targets is None else Targets(targets),
+            alternatives=Alternatives(tokens, k, payload.params.temperature, seed) if k else None,
+        )
+
+    @property
+    def extras(self) -> list[Targets | Alternatives]:
+        return [extra for extra in (self.targets, self.alternatives) if extra is not None]
+
+    @property
+    def begin(self) -> int:
+        """The first position of which anything is asked."""
+        return 1 if self.extras else self.first
 
 
 @dataclass(slots=True, eq=False)
@@ -63,11 +90,16 @@ class Job:
 
     def output(self) -> SampleOutput:
         """The answer of a job that is done."""
-        payload = self.source.payload
+        sequences = tuple(result for result in self.results if result is not None)
+        scores = self.scores
+        if scores is None:
+            return SampleOutput(sequences)
         return SampleOutput(
-            sequences=tuple(result for result in self.results if result is not None),
-            prompt_logprobs=self.scores.logprobs if self.scores and payload.prompt_logprobs else None,
-            topk_prompt=self.scores.top if self.scores else None,
+            sequences,
+            prompt_logprobs=scores.logprobs if self.source.payload.prompt_logprobs else None,
+            topk_prompt=scores.top,
+            target_prompt=scores.targets.cells if scores.targets else None,
+            alt_tokens=scores.alternatives.drawn if scores.alternatives else None,
         )
 
 

@@ -11,6 +11,7 @@ from torch import Tensor
 
 from openrl.backends.base import TrainItem
 from openrl.backends.torch.adapter_files import to_adapter, to_numpy
+from openrl.backends.torch.custom_loss import loss_of
 from openrl.backends.torch.lora import fresh_adapter, layer_names
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.passes import Outcome, PassRunner, Work
@@ -50,7 +51,7 @@ class Trainer:
 
     def train_pass(self, items: tuple[TrainItem, ...]) -> Iterator[dict[RequestId, Outcome]]:
         """See `TrainBackend.train_pass`."""
-        return self._passes.run([Work(item, self._held(item.run)) for item in items])
+        return self._passes.run([Work(item, self._held(item.run), loss_of(item)) for item in items])
 
     def optim_step(self, run: RunId, adam: AdamParams) -> OptimOutput:
         """One AdamW step from the accumulated gradient."""

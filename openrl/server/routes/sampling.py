@@ -12,7 +12,7 @@ from openrl.server.requests import daemon_of, off_loop, read_json, read_raw
 from openrl.types import SamplePayload, SamplerId, SessionId
 from openrl.wire import replies
 from openrl.wire.bodies import decode_sample
-from openrl.wire.messages import CreateSamplerBody, SamplerAddressBody
+from openrl.wire.messages import CreateSamplerBody, JoinSamplerBody, SamplerAddressBody
 
 
 async def create_sampling_session(request: Request) -> Response:
@@ -21,6 +21,13 @@ async def create_sampling_session(request: Request) -> Response:
         SessionId(body.session_id), body.sampling_session_seq_id, body.base_model, body.model_path
     )
     return json_response({"type": "create_sampling_session", "sampling_session_id": sampler})
+
+
+async def join_sampling_session(request: Request) -> Response:
+    """A clone asks for its number, before its first sample (6.2)."""
+    body = await read_json(request, JoinSamplerBody)
+    number = await daemon_of(request).clients.join(SamplerId(body.sampling_session_id))
+    return json_response({"type": "join_sampling_session", "client_counter": number})
 
 
 async def get_sampler(request: Request) -> Response:

@@ -10,7 +10,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openrl.server.errors import json_response
-from openrl.server.requests import daemon_of, read_json
+from openrl.server.middleware import is_loopback
+from openrl.server.requests import daemon_of, read_json, settings_of
 from openrl.wire import replies
 from openrl.wire.messages import TelemetryBody
 
@@ -38,7 +39,8 @@ async def status(request: Request) -> Response:
 
 
 async def client_config(request: Request) -> Response:
-    return json_response(replies.CLIENT_CONFIG)
+    """The flags (2.2), which do not depend on who asks."""
+    return json_response(replies.client_config(remote=not is_loopback(settings_of(request).host)))
 
 
 async def dynamic_config(request: Request) -> Response:
