@@ -13,7 +13,7 @@ from types import FrameType
 import uvicorn
 
 from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady, ServeEvent, Stopping
-from openrl.backends.registry import check_backend
+from openrl.backends.registry import check_backend, runs_custom_losses
 from openrl.daemon.daemon import Daemon
 from openrl.daemon.models import Model, ModelPool
 from openrl.instance import Owner, owning
@@ -70,7 +70,7 @@ def build(settings: Settings, on_event: OnEvent) -> Daemon:
     pool.listener.progress = lambda model, progress: on_event(_progress(model, progress))
     pool.listener.ready = lambda model, seconds: on_event(_ready(model, seconds))
     pool.listener.failed = lambda model: on_event(ModelFailed(model.name, model.detail))
-    return Daemon(settings, pool, bodies)
+    return Daemon(settings, pool, bodies, custom_losses=runs_custom_losses(settings.engine.backend))
 
 
 def _progress(model: Model, progress: Progress) -> ModelProgress:

@@ -25,6 +25,8 @@ from openrl.custom_loss_ops import (
 )
 from openrl.errors import BadRequest
 
+CUSTOM = "custom"  # the loss_fn that runs such a graph
+
 MAX_BYTES = 2**20  # of the request that brings a loss
 MAX_NODES = 1024
 MAX_DEPTH = 8  # lists in lists in an argument

@@ -19,10 +19,10 @@ class Growth(Enum):
 
     NONE = auto()  # no larger than the largest operand
     BROADCAST = auto()  # the operands' shapes broadcast together
-    SHAPE = auto()  # as a run without data tells, on the meta device
-    FACTORY = auto()  # the same, for what makes a tensor from a shape alone
-    PRODUCT = auto()  # the same, and the work is the result times the inner dimension
-    GUARDED = auto()  # the interpreter judges it itself
+    SIZED = auto()  # by a rule of the function's own
+    PARTS = auto()  # a tuple of views, one for each row or block of rows
+    PRODUCT = auto()  # a matrix product, whose work is the result times the inner dimension
+    GUARDED = auto()  # attributes and items: the interpreter judges them itself; mathematics on numbers
 
 
 @dataclass(frozen=True, slots=True)
@@ -79,7 +79,7 @@ logsumexp, amax, amin, any, all, argmax, argmin, median dim keepdim
 sum, mean, nansum, nanmean, prod dim keepdim | dtype
 var, std dim unbiased keepdim | correction
 aminmax | dim keepdim
-count_nonzero, cummax, cummin, logcumsumexp, squeeze, unsqueeze, unbind dim
+count_nonzero, cummax, cummin, logcumsumexp, squeeze, unsqueeze dim
 flip, permute *dims
 roll shifts dims
 diff | dim
@@ -92,8 +92,6 @@ transpose dim0 dim1
 movedim source destination
 narrow dim start length
 select dim index
-chunk chunks dim
-split split_size_or_sections dim | split_size
 diagonal offset dim1 dim2
 tril, triu diagonal
 clone | memory_format
@@ -119,7 +117,7 @@ masked_fill mask value
 masked_select mask
 """
 
-_BOTH_SHAPE = """
+_BOTH_SIZED = """
 broadcast_to size
 tile *dims
 repeat_interleave repeats dim
@@ -128,6 +126,12 @@ take index
 index_select dim index
 diag diagonal
 outer vec2
+"""
+
+_BOTH_PARTS = """
+unbind dim
+chunk chunks dim
+split split_size_or_sections dim
 """
 
 _BOTH_PRODUCT = """
@@ -146,19 +150,15 @@ float, double, half, bfloat16, long, int, bool | memory_format
 type dtype
 to target dtype | other device non_blocking copy memory_format
 size dim
-new_tensor data | dtype device
 """
 
 _METHODS_BROADCAST = """
 where condition other
 """
 
-_METHODS_SHAPE = """
+_METHODS_SIZED = """
 expand, repeat *sizes
 expand_as other
-"""
-
-_METHODS_FACTORY = """
 new_zeros, new_ones *size | dtype device layout
 new_full size fill_value | dtype device layout
 """
@@ -169,7 +169,6 @@ torch.zeros_like, torch.ones_like input | dtype device layout memory_format
 torch.full_like input fill_value | dtype device layout memory_format
 torch.functional.norm input p dim keepdim dtype
 torch.var_mean, torch.std_mean input dim unbiased keepdim | correction
-torch.functional.split tensor split_size_or_sections dim
 torch.functional.atleast_1d tensors
 torch._C._linalg.linalg_norm input | keepdim dtype
 torch._C._linalg.linalg_vector_norm x ord dim keepdim | dtype
@@ -203,22 +202,23 @@ torch.nn.functional.binary_cross_entropy input target | weight reduction
 torch.nn.functional.binary_cross_entropy_with_logits input target | weight reduction pos_weight
 """
 
-_FUNCTIONS_SHAPE = """
+_FUNCTIONS_SIZED = """
 torch.cat, torch.concat, torch.concatenate, torch.stack tensors dim
 torch.hstack, torch.vstack tensors
 torch.nn.functional.pad input pad | mode value
 torch._C._nn.one_hot tensor num_classes
-"""
-
-_FUNCTIONS_PRODUCT = """
-operator.matmul a b
-"""
-
-_FUNCTIONS_FACTORY = """
 torch.zeros, torch.ones *size | dtype device layout
 torch.full size fill_value | dtype device layout
 torch.arange start end step | dtype device layout
 torch.linspace start end steps | dtype device layout
+"""
+
+_FUNCTIONS_PARTS = """
+torch.functional.split input split_size_or_sections dim
+"""
+
+_FUNCTIONS_PRODUCT = """
+operator.matmul a b
 """
 
 # Numbers of a trace are shapes and what is computed of them, so mathematics on them is about scalars only.
@@ -250,7 +250,8 @@ def _tables() -> tuple[dict[str, Operation], dict[str, Operation]]:
     both = (
         (_BOTH_NONE, Growth.NONE),
         (_BOTH_BROADCAST, Growth.BROADCAST),
-        (_BOTH_SHAPE, Growth.SHAPE),
+        (_BOTH_SIZED, Growth.SIZED),
+        (_BOTH_PARTS, Growth.PARTS),
         (_BOTH_PRODUCT, Growth.PRODUCT),
     )
     for table, growth in both:
@@ -264,16 +265,15 @@ def _tables() -> tuple[dict[str, Operation], dict[str, Operation]]:
     for table, growth in (
         (_METHODS_NONE, Growth.NONE),
         (_METHODS_BROADCAST, Growth.BROADCAST),
-        (_METHODS_SHAPE, Growth.SHAPE),
-        (_METHODS_FACTORY, Growth.SHAPE),  # the tensor it is a method of tells the device
+        (_METHODS_SIZED, Growth.SIZED),
     ):
         methods.update(_read(table, growth))
     for table, growth in (
         (_FUNCTIONS_NONE, Growth.NONE),
         (_FUNCTIONS_BROADCAST, Growth.BROADCAST),
-        (_FUNCTIONS_SHAPE, Growth.SHAPE),
+        (_FUNCTIONS_SIZED, Growth.SIZED),
+        (_FUNCTIONS_PARTS, Growth.PARTS),
         (_FUNCTIONS_PRODUCT, Growth.PRODUCT),
-        (_FUNCTIONS_FACTORY, Growth.FACTORY),
         (_FUNCTIONS_GUARDED, Growth.GUARDED),
     ):
         functions.update(_read(table, growth))

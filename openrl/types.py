@@ -38,6 +38,7 @@ class Op(StrEnum):
     LOAD_STATE = "load_weights"
     UNLOAD = "unload_model"
     SAMPLE = "sample"
+    CREATE_CUSTOM_LOSS = "create_custom_loss"
 
 
 class CheckpointKind(StrEnum):
@@ -67,7 +68,7 @@ class Datum:
     """One training sequence with all that its loss needs (L1, L2).
 
     `tokens` is int32 [N]. `inputs` are dense arrays whose first dimension is N: `target_tokens` int64 [N] or [N, K],
-    all others float32 of the shapes in L14.
+    all others float32 of the shapes in L14. Those of a custom loss are as the client sent them, int64 or float32.
     """
 
     tokens: npt.NDArray[np.int32]

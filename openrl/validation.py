@@ -14,6 +14,7 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
+from openrl.custom_loss import LossProgram
 from openrl.errors import BadRequest
 from openrl.losses import LOSSES, THRESHOLDS, LossSpec
 from openrl.types import AdamParams, Array, Datum, ModelInfo, SamplePayload, SamplingParams, TrainPayload
@@ -29,19 +30,46 @@ _Number = TypeVar("_Number", int, float)
 # ---- training ----
 
 
-def check_train(payload: TrainPayload, info: ModelInfo) -> None:
-    """Everything about a `forward` or `forward_backward` that can be known without the model (L10, L12-L16, G11)."""
-    spec = _known_loss(payload.loss_fn)
-    _check_config(payload, spec)
+def check_train(payload: TrainPayload, info: ModelInfo, program: LossProgram | None = None) -> None:
+    """Everything about a `forward` or `forward_backward` that can be known without the model (L10, L12-L16, G11).
+
+    `program` is the custom loss that the payload names, if it names one.
+    """
     if not payload.data:
         raise BadRequest("data must hold at least one datum, got none")
-    for index, datum in enumerate(payload.data):
-        _check_shapes(index, datum, payload.loss_fn, spec)
+    if program is not None:
+        for index, datum in enumerate(payload.data):
+            _check_ranks(index, datum, program)
+    else:
+        spec = _known_loss(payload.loss_fn)
+        _check_config(payload, spec)
+        for index, datum in enumerate(payload.data):
+            _check_shapes(index, datum, payload.loss_fn, spec)
     _check_lengths(payload.data, info)
     _check_ids([datum.tokens for datum in payload.data], "model_input", info)
     _check_ids([datum.inputs[_TARGETS] for datum in payload.data], f"loss_fn_inputs.{_TARGETS}", info)
     for name in sorted(set[str]().union(*(datum.inputs for datum in payload.data)) - {_TARGETS}):
-        _check_floats(payload.data, name)
+        _check_floats(payload.data, name, named=program is None)
+
+
+def _check_ranks(index: int, datum: Datum, program: LossProgram) -> None:
+    """A custom loss states the rank of each input; what it does not read may be there (5.9)."""
+    loss = f"custom loss {program.name[:80]!r}"
+    targets = datum.inputs.get(_TARGETS)
+    if targets is None:
+        raise BadRequest(f"data[{index}].loss_fn_inputs lacks {_TARGETS}")
+    if targets.ndim != program.rank:
+        where = f"data[{index}].loss_fn_inputs.{_TARGETS}"
+        raise BadRequest(f"{where} has rank {targets.ndim}; {loss} takes logprobs of rank {program.rank}")
+    _check_target_shape(index, datum)
+    for given in program.reads:
+        array = datum.inputs.get(given.name)
+        where = f"data[{index}].loss_fn_inputs"
+        if array is None:
+            raise BadRequest(f"{where} lacks {given.name}, which {loss} reads")
+        # A scalar comes over the wire as one number without a shape, like a list of one.
+        if array.ndim != given.rank and not (given.rank == 0 and array.shape == (1,)):
+            raise BadRequest(f"{where}.{given.name} has rank {array.ndim}; {loss} declared rank {given.rank}")
 
 
 def _known_loss(name: str) -> LossSpec:
@@ -54,7 +82,7 @@ def _known_loss(name: str) -> LossSpec:
         raise BadRequest(f'loss_fn "stable_reinforce" is not served; legal: {legal}.', hint)
     if name == "custom":
         hint = 'Use forward_backward_custom, which runs in the client, or loss_fn="importance_sampling".'
-        raise BadRequest(f'loss_fn "custom" does not run on this server; legal: {legal}.', hint)
+        raise BadRequest(f'loss_fn "custom" needs the loss_id of a custom loss; others: {legal}.', hint)
     raise BadRequest(f"loss_fn {name!r} is unknown; legal: {legal}")
 
 
@@ -101,11 +129,18 @@ def _target_shape(index: int, datum: Datum, loss: str, spec: LossSpec) -> tuple[
     if len(shape) > (2 if spec.rank2 else 1) or not shape:
         legal = f"[{length}] or [{length}, K]" if spec.rank2 else f"[{length}]"
         raise BadRequest(f"{where} has shape {list(shape)}; loss_fn {loss!r} takes {legal}")
+    _check_target_shape(index, datum)
+    return shape
+
+
+def _check_target_shape(index: int, datum: Datum) -> None:
+    shape = datum.inputs[_TARGETS].shape
+    length = len(datum.tokens)
+    where = f"data[{index}].loss_fn_inputs.{_TARGETS}"
     if shape[0] != length:
         raise BadRequest(f"{where} has shape {list(shape)}; its first dimension must be model_input's length, {length}")
     if 0 in shape[1:]:
         raise BadRequest(f"{where} has shape {list(shape)}; K must be at least 1")
-    return shape
 
 
 def _explain_input(index: int, name: str, array: Array, shape: tuple[int, ...], loss: str, spec: LossSpec) -> None:
@@ -136,8 +171,8 @@ def _check_ids(arrays: Sequence[Array], field: str, info: ModelInfo) -> None:
         raise BadRequest(f"data[{index}].{field}: token id {flat[bad][0]} at position {position}; legal: {legal}")
 
 
-def _check_floats(data: Sequence[Datum], name: str) -> None:
-    """One kind of float input over all datums: finite everywhere (L10), and what its name asks for besides."""
+def _check_floats(data: Sequence[Datum], name: str, *, named: bool) -> None:
+    """One kind of float input over all datums: finite everywhere (L10), and, if `named`, what its name asks for."""
     holders = [index for index, datum in enumerate(data) if name in datum.inputs]
     arrays = [data[index].inputs[name] for index in holders]
     flat = np.concatenate(arrays, axis=None)
@@ -147,6 +182,8 @@ def _check_floats(data: Sequence[Datum], name: str) -> None:
         holder, position = _locate(arrays, bad)
         where = f"data[{holders[holder]}].loss_fn_inputs.{name}"
         raise BadRequest(f"{where}: {flat[bad][0]} at position {position}; all numbers must be finite")
+    if not named:
+        return
     if name in THRESHOLDS:
         _check_threshold(name, flat, f"loss_fn_inputs.{name}")
     if name == "sequence_ratio_mask":

@@ -12,6 +12,7 @@ from openrl.backends.base import Backend, BackendSpec
 from openrl.errors import ModelError
 
 BACKENDS = {"cpu": "openrl.backends.cpu", "cuda": "openrl.backends.cuda"}
+RUN_CUSTOM_LOSSES = frozenset({"cpu", "cuda"})  # backends that run clients' graphs, which are PyTorch
 PLANNED = {
     "mps": "The MLX backend is not in this version yet; use --backend cpu.",
     "remote": "The remote backend is not in this version yet; point TINKER_BASE_URL at the other server instead.",
@@ -34,6 +35,11 @@ def opener(name: str) -> Callable[[BackendSpec], Backend]:
     if name == "auto":
         name = "cuda" if _has_cuda() else "cpu"
     return importlib.import_module(BACKENDS[name]).open_backend
+
+
+def runs_custom_losses(name: str) -> bool:
+    """Whether a backend, or with `auto` each that may be chosen, runs custom losses (protocol 5.9)."""
+    return RUN_CUSTOM_LOSSES.issuperset(BACKENDS if name == "auto" else (name,))
 
 
 def _has_cuda() -> bool:

@@ -29,13 +29,13 @@ def check_new_run(new: NewRun, spec: LoraSpec, info: ModelInfo | None) -> OpenRL
 async def check_work(work: Work, info: ModelInfo | None) -> None:
     """Raise BadRequest for content that can never work."""
     match work:
-        case Train(payload):
+        case Train(payload, _, program):
             if info is None:
                 return
             if sum(len(datum.tokens) for datum in payload.data) > _MANY_TOKENS:
-                await asyncio.to_thread(check_train, payload, info)
+                await asyncio.to_thread(check_train, payload, info, program)
             else:
-                check_train(payload, info)
+                check_train(payload, info, program)
         case OptimStep(adam):
             check_adam(adam)
         case SaveState(name=name, ttl_seconds=ttl):

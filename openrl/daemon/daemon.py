@@ -20,6 +20,7 @@ from openrl.daemon.checks import check_new_run, check_work
 from openrl.daemon.clients import Clients
 from openrl.daemon.codec import Codec
 from openrl.daemon.copying import Copying
+from openrl.daemon.custom_losses import CustomLosses
 from openrl.daemon.disposal import Disposal
 from openrl.daemon.execute import Executor
 from openrl.daemon.futures import Futures, request_id
@@ -49,7 +50,8 @@ log = logging.getLogger(__name__)
 class Daemon:
     """Sessions, runs, samplers, queues and futures. Raises `OpenRLError`s; never hangs a caller."""
 
-    def __init__(self, settings: Settings, pool: ModelPool, codec: Codec) -> None:
+    def __init__(self, settings: Settings, pool: ModelPool, codec: Codec, *, custom_losses: bool = True) -> None:
+        """`custom_losses`: whether the backend of the pool's workers runs them."""
         self._settings = settings
         self._codec = codec
         self._pool = pool
@@ -62,7 +64,8 @@ class Daemon:
         self._samplers = Samplers(self._db)
         self._futures = Futures(self._db)
         self._futures.describe = lambda request: describe(request, self._runs, self._samplers, pool)
-        self._recovery = Recovery(self._db, self._folders, codec)
+        self.losses = CustomLosses(self._db, codec, self._futures, self._sessions, served=custom_losses)
+        self._recovery = Recovery(self._db, self._folders, codec, self.losses)
         disposal = Disposal(self._db, self._folders)
         copying = Copying(self._db, self._folders, self._sessions, self._runs)
         self.life = CheckpointLife(self._db, self._folders, self._runs, disposal, copying)
@@ -103,6 +106,7 @@ class Daemon:
             self._futures,
             self._sampling,
             self._recovery,
+            self.losses,
         )
         self.clients.open()
         self._pool.start()
@@ -233,6 +237,7 @@ class Daemon:
         self._sessions.active(handle.run.session_id)
         if seq < 1:
             raise BadRequest(f"seq_id is {seq}; the numbers of a run start at 1.")
+        work = await self._with_program(handle.run.session_id, work)
         refused = await self._refusal(handle, seq, work)
         if await self._futures.accept(run, seq, op, raw, refused):
             if refused is None:
@@ -242,6 +247,12 @@ class Daemon:
                 await self._use_up(handle, seq)
             self._scheduler.wake()
         return request_id(run, seq)
+
+    async def _with_program(self, session: SessionId, work: Work | OpenRLError) -> Work | OpenRLError:
+        try:
+            return work if isinstance(work, OpenRLError) else await self.losses.resolve(session, work)
+        except OpenRLError as error:
+            return error
 
     async def _refusal(self, handle: RunHandle, seq: int, work: Work | OpenRLError) -> OpenRLError | None:
         """Why a request will not be run, if so."""

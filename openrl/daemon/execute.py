@@ -72,7 +72,8 @@ class Executor:
         items: list[TrainItem] = []
         for handle, entry in members:
             assert isinstance(entry.work, Train)
-            items.append(TrainItem(entry.id, handle.id, entry.work.payload, entry.work.backward))
+            work = entry.work
+            items.append(TrainItem(entry.id, handle.id, work.payload, work.backward, work.program))
         try:
             results = await self._pass(members, items, worker)
         except WorkerDied:

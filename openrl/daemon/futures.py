@@ -39,22 +39,7 @@ class Futures:
 
         `effect` is written in the same transaction, for new requests only.
         """
-        now = time.time()
-        request = StoredRequest(
-            id=request_id(scope, seq),
-            scope=scope,
-            seq=seq,
-            op=op,
-            state=RequestState.QUEUED if refused is None else RequestState.FAILED,
-            content_type=raw.content_type,
-            payload=raw.body if refused is None else b"",
-            result_type=None,
-            result=None,
-            error=None if refused is None else str(refused),
-            category=None if refused is None else refused.category,
-            accepted_at=now,
-            done_at=None if refused is None else now,
-        )
+        request = _accepted(scope, seq, op, raw, refused)
 
         def write(db: sqlite3.Connection) -> bool:
             new = requests.insert(db, request)
@@ -66,6 +51,28 @@ class Futures:
         if new and refused is None:
             self.restore(request.id)
         return new
+
+    async def settle(self, scope: str, seq: int, op: Op, raw: Raw, result: tuple[str, bytes], effect: Effect) -> None:
+        """Commit a request that needs no worker together with its result and `effect`, or recognise it."""
+        request = _accepted(scope, seq, op, raw, None)
+        result_type, body = result
+
+        def write(db: sqlite3.Connection) -> None:
+            if requests.insert(db, request):
+                effect(db)
+                at = request.accepted_at
+                requests.finish(
+                    db,
+                    request.id,
+                    result_type=result_type,
+                    result=body,
+                    dispatched_at=at,
+                    started_at=at,
+                    done_at=at,
+                    keep_payload=False,
+                )
+
+        await self._db.run(write)
 
     def restore(self, request: RequestId) -> None:
         """Register a committed request as pending, also after a restart."""
@@ -152,6 +159,25 @@ class Futures:
         if future is not None and not future.done():
             future.set_result(finished)
         self.ended(request)
+
+
+def _accepted(scope: str, seq: int, op: Op, raw: Raw, refused: OpenRLError | None) -> StoredRequest:
+    now = time.time()
+    return StoredRequest(
+        id=request_id(scope, seq),
+        scope=scope,
+        seq=seq,
+        op=op,
+        state=RequestState.QUEUED if refused is None else RequestState.FAILED,
+        content_type=raw.content_type,
+        payload=raw.body if refused is None else b"",
+        result_type=None,
+        result=None,
+        error=None if refused is None else str(refused),
+        category=None if refused is None else refused.category,
+        accepted_at=now,
+        done_at=None if refused is None else now,
+    )
 
 
 def _finished(request: RequestId, stored: StoredRequest | None) -> Finished:

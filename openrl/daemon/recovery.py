@@ -16,6 +16,7 @@ from openrl.backends.base import TrainItem
 from openrl.checkpoints import layout
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.daemon.codec import Codec
+from openrl.daemon.custom_losses import CustomLosses
 from openrl.daemon.runs import RunHandle
 from openrl.daemon.work import LoadState, OptimStep, Train
 from openrl.errors import BackendFault, BadRequest, NotFound
@@ -31,10 +32,11 @@ log = logging.getLogger(__name__)
 class Recovery:
     """Brings runs onto devices and off them."""
 
-    def __init__(self, db: Database, folders: CheckpointFolders, codec: Codec) -> None:
+    def __init__(self, db: Database, folders: CheckpointFolders, codec: Codec, losses: CustomLosses) -> None:
         self._db = db
         self._folders = folders
         self._codec = codec
+        self._losses = losses
 
     async def bring(self, handle: RunHandle, worker: Worker) -> None:
         """Make sure that the run's state is on `worker`. Raises `OpenRLError` if it cannot be brought back."""
@@ -56,9 +58,9 @@ class Recovery:
 
     async def _replay(self, handle: RunHandle, worker: Worker, request: StoredRequest) -> None:
         work = await asyncio.to_thread(self._codec.decode_work, request.op, request.content_type, request.payload)
-        match work:
-            case Train(payload, backward):
-                item = TrainItem(request.id, handle.id, payload, backward)
+        match await self._losses.resolve(handle.run.session_id, work):
+            case Train(payload, backward, program):
+                item = TrainItem(request.id, handle.id, payload, backward, program)
                 results = await worker.call(messages.TrainPass((item,)))
                 assert isinstance(results, dict)
                 if isinstance(error := results[request.id], Exception):

@@ -7,6 +7,7 @@ import sqlite3
 
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.daemon.codec import Codec
+from openrl.daemon.custom_losses import CustomLosses
 from openrl.daemon.futures import Futures
 from openrl.daemon.recovery import Recovery
 from openrl.daemon.runs import Entry, Runs
@@ -31,6 +32,7 @@ async def restore(
     futures: Futures,
     sampling: Sampling,
     recovery: Recovery,
+    losses: CustomLosses,
 ) -> None:
     """Sessions, runs and samplers as they were; queued requests queued again; leftovers on disk removed."""
     await reconcile_checkpoints(db, folders)
@@ -45,22 +47,28 @@ async def restore(
     for request in await db.run(requests.queued):
         futures.restore(request.id)
         try:
-            _requeue(request, codec, held_runs, held_samplers, sampling)
+            await _requeue(request, codec, held_runs, held_samplers, sampling, losses)
         except OpenRLError as error:
             await futures.fail(request.id, error)
 
 
-def _requeue(
-    request: StoredRequest, codec: Codec, held_runs: Runs, held_samplers: Samplers, sampling: Sampling
+async def _requeue(
+    request: StoredRequest,
+    codec: Codec,
+    held_runs: Runs,
+    held_samplers: Samplers,
+    sampling: Sampling,
+    losses: CustomLosses,
 ) -> None:
     if request.op is Op.SAMPLE:
         payload = codec.decode_sample(request.content_type, request.payload)
         sampling.start(held_samplers.get(SamplerId(request.scope)), request.id, payload)
         return
+    handle = held_runs.get(RunId(request.scope))
     work = None
     if request.op is not Op.CREATE_RUN:
         work = codec.decode_work(request.op, request.content_type, request.payload)
-    handle = held_runs.get(RunId(request.scope))
+        work = await losses.resolve(handle.run.session_id, work)
     handle.queue.push(request.seq, Entry(request.id, request.seq, request.op, work))
 
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Any
 
+from openrl.custom_loss import LossProgram
 from openrl.types import AdamParams, ModelInfo, SessionId, TrainPayload
 
 
@@ -80,8 +81,11 @@ class LoadState:
 
 @dataclass(frozen=True, slots=True)
 class Train:
+    """`program` is what the payload's `loss_id` names, for the loss_fn "custom"; the daemon puts it in."""
+
     payload: TrainPayload
     backward: bool
+    program: LossProgram | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -26,6 +26,7 @@ from openrl.server.routes import (
     downloads,
     futures,
     hub,
+    losses,
     runs,
     sampling,
     service,
@@ -107,6 +108,7 @@ def routes() -> list[Route]:
         _post("/unload_model", runs.unload_model),
         _get("/training_runs", runs.list_training_runs),
         _get("/training_runs/{run}", runs.training_run),
+        _post("/create_custom_loss", losses.create_custom_loss),
         # training, in order of seq_id
         _post("/forward", training.forward),
         _post("/forward_backward", training.forward_backward),

@@ -25,6 +25,12 @@ def m003_checkpoint_life(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
+def m004_custom_losses(db: sqlite3.Connection) -> None:
+    """Losses that clients made, for requests and replays that name them."""
+    for statement in _CUSTOM_LOSSES:
+        db.execute(statement)
+
+
 def m005_completions(db: sqlite3.Connection) -> None:
     """The order in which a sampler's requests ended, and the numbers of its clones."""
     for statement in _COMPLETIONS:
@@ -35,6 +41,7 @@ MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [
     m001_initial,
     m002_metering,
     m003_checkpoint_life,
+    m004_custom_losses,
     m005_completions,
 ]
 
@@ -137,6 +144,13 @@ _CHECKPOINT_LIFE = (
     "CREATE TABLE retired_folders (folder TEXT PRIMARY KEY, retired_at REAL NOT NULL) STRICT",
     # The folder that a load took its weights from, so that its replay takes the same, whatever the name means by then.
     "CREATE TABLE loaded_folders (request_id TEXT PRIMARY KEY, folder TEXT NOT NULL) STRICT",
+)
+
+_CUSTOM_LOSSES = (
+    """CREATE TABLE custom_losses (
+        id TEXT PRIMARY KEY, session_id TEXT NOT NULL REFERENCES sessions(id), body BLOB NOT NULL,
+        created_at REAL NOT NULL
+    ) STRICT""",
 )
 
 _COMPLETIONS = (

@@ -9,9 +9,11 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from openrl.codec import decode_json, encode_json
+from openrl.custom_loss import MAX_BYTES, LossProgram
 from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveExternal, SaveSampler, SaveState, Train, Unload, Work
+from openrl.errors import BadRequest
 from openrl.types import Op, OptimOutput, SampleOutput, SamplePayload, TrainOutput, TrainPayload
-from openrl.wire import inputs, messages, old_json, proto
+from openrl.wire import custom_losses, inputs, messages, old_json, proto
 
 JSON = "application/json"
 PROTOBUF = "application/x-protobuf"
@@ -95,6 +97,13 @@ def decode_sample(content_type: str, body: bytes) -> SamplePayload:
     """An `asample` body, always JSON; `content_type` is taken so that all stored bodies decode alike."""
     del content_type
     return decode_json(messages.SampleBody, body).to_payload()
+
+
+def decode_custom_loss(body: bytes) -> LossProgram:
+    """A `create_custom_loss` body, checked. Raises `BadRequest` that names the node at fault."""
+    if len(body) > MAX_BYTES:
+        raise BadRequest(f"a custom loss may have {MAX_BYTES} bytes, got {len(body)}")
+    return decode_json(custom_losses.CustomLossBody, body).to_program()
 
 
 # ---- results ----

@@ -95,10 +95,10 @@ class DatumBody:
     model_input: ModelInputBody
     loss_fn_inputs: dict[str, TensorBody] | None = None
 
-    def to_datum(self, where: str, unfolder: Unfolder) -> Datum:
+    def to_datum(self, where: str, loss: str, unfolder: Unfolder) -> Datum:
         at = f"{where}.loss_fn_inputs"
         inputs = {
-            name: as_input(name, tensor.to_array(f"{at}.{name}", unfolder), f"{at}.{name}")
+            name: as_input(name, tensor.to_array(f"{at}.{name}", unfolder), f"{at}.{name}", loss)
             for name, tensor in (self.loss_fn_inputs or {}).items()
         }
         return Datum(self.model_input.to_tokens(f"{where}.model_input"), inputs)
@@ -112,7 +112,7 @@ class TrainInput:
 
     def to_payload(self) -> TrainPayload:
         unfolder = Unfolder()
-        data = tuple(datum.to_datum(f"data[{i}]", unfolder) for i, datum in enumerate(self.data))
+        data = tuple(datum.to_datum(f"data[{i}]", self.loss_fn, unfolder) for i, datum in enumerate(self.data))
         return TrainPayload(data, self.loss_fn, self.loss_fn_config or {})
 
 

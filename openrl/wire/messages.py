@@ -342,9 +342,9 @@ def _stop(stop: Any) -> tuple[str, ...] | tuple[int, ...] | None:
 
 @dataclass(frozen=True, slots=True)
 class SampleBody:
-    """`record_stability_info` is taken and not acted on: it asks to keep what only the loss `stable_reinforce` reads, the
-    answer has no part of it, and that loss is refused in words (training-semantics 1.9). Recipes ask for it on every
-    draw.
+    """`record_stability_info` is taken and not acted on: it asks to keep what only the loss `stable_reinforce` reads,
+    the answer has no part of it, and that loss is refused in words (training-semantics 1.9). Recipes ask for it on
+    every draw.
     """
 
     prompt: ModelInputBody

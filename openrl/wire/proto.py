@@ -125,7 +125,7 @@ def decode_train(body: bytes) -> TrainPayload:
     except DecodeError:
         raise BadRequest(f"the protobuf body ({len(body)} bytes) is cut short or damaged") from None
     unfolder = Unfolder()
-    data = tuple(_datum(datum, f"data[{i}]", unfolder) for i, datum in enumerate(message.data))
+    data = tuple(_datum(datum, f"data[{i}]", message.loss_fn, unfolder) for i, datum in enumerate(message.data))
     return TrainPayload(data, message.loss_fn, _loss_config(message))
 
 
@@ -140,12 +140,12 @@ def _loss_value(message: pb.LossConfigValue) -> float | str:
     return message.text if message.WhichOneof("value") == "text" else message.number
 
 
-def _datum(message: pb.Datum, where: str, unfolder: Unfolder) -> Datum:
+def _datum(message: pb.Datum, where: str, loss: str, unfolder: Unfolder) -> Datum:
     chunks = [_chunk(chunk, f"{where}.model_input[{i}]") for i, chunk in enumerate(message.model_input)]
     inputs: dict[str, Array] = {}
     for name, tensor in message.loss_fn_inputs.items():
         at = f"{where}.loss_fn_inputs.{name}"
-        inputs[name] = as_input(name, _tensor(tensor, at, unfolder), at)
+        inputs[name] = as_input(name, _tensor(tensor, at, unfolder), at, loss)
     return Datum(join_tokens(chunks), inputs)
 
 

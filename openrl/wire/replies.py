@@ -25,10 +25,10 @@ CLIENT_CONFIG: Mapping[str, Any] = {
     "billing_exception_max_pause_duration_sec": 0,
     "sample_no_retries": False,
     "sample_enable_stuck_detection": True,
-    # Each waiting sample holds one connection; this stays below the usual limit of 1024 open files.
+    # For clients without the poller, of which each waiting sample holds one connection; this stays below the usual
+    # limit of 1024 open files.
     "sample_max_concurrent_requests": 400,
     "sample_use_retrieve_futures": True,
-    "custom_loss_server_side": False,
     "sample_join_sampling_session": True,
     "create_model_via_load_weights": True,
 }
@@ -39,9 +39,10 @@ DYNAMIC_CONFIG: Mapping[str, Any] = {
 }
 
 
-def client_config(*, remote: bool) -> dict[str, Any]:
-    """Every flag. Bodies are worth compressing only where clients come over a network (`remote`)."""
-    return {**CLIENT_CONFIG, "proto_compress_fwdbwd": remote}
+def client_config(*, remote: bool, custom_losses: bool) -> dict[str, Any]:
+    """Every flag. Bodies are worth compressing only where clients come over a network (`remote`); `custom_losses`:
+    whether the backend runs them."""
+    return {**CLIENT_CONFIG, "proto_compress_fwdbwd": remote, "custom_loss_server_side": custom_losses}
 
 
 def promise(request: RequestId) -> dict[str, Any]:
@@ -79,9 +80,9 @@ def _completion(completion: Completion) -> dict[str, Any]:
     return entry if completion.size is None else {**entry, "response_payload_uncompressed_size": completion.size}
 
 
-def capabilities(models: Iterable[ModelStatus]) -> dict[str, Any]:
-    """2.8; `max_lora_rank`, `alias_of` and `state` are our own and ignored by the SDK."""
-    return {"supported_models": [_capability(model) for model in models]}
+def capabilities(models: Iterable[ModelStatus], *, custom_losses: bool) -> dict[str, Any]:
+    """2.8; `max_lora_rank`, `alias_of`, `state` and `custom_losses` are our own and ignored by the SDK."""
+    return {"supported_models": [{**_capability(model), "custom_losses": custom_losses} for model in models]}
 
 
 def _capability(model: ModelStatus) -> dict[str, Any]:

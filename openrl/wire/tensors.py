@@ -13,6 +13,7 @@ from collections.abc import Iterable, Sequence
 import numpy as np
 import numpy.typing as npt
 
+from openrl.custom_loss import CUSTOM
 from openrl.errors import BadRequest
 from openrl.losses import LOSSES
 from openrl.types import Array
@@ -82,11 +83,14 @@ def check_pattern(
         raise BadRequest(f"{where}: column indices must lie in 0..{columns - 1}")
 
 
-def as_input(name: str, values: Array, where: str) -> Array:
-    """A loss input in the dtype that its name asks for (L13); unknown names pass as they are, to be refused later."""
+def as_input(name: str, values: Array, where: str, loss: str) -> Array:
+    """A loss input in the dtype that its name asks for (L13); unknown names pass as they are, to be refused later.
+
+    A custom loss gets its inputs as they were sent, since its client wrote it for them (5.9).
+    """
     if name == _TARGETS and values.dtype != np.int64:
         raise BadRequest(f"{where}: must be int64, got {values.dtype}")
-    if name in _FLOAT_KEYS and values.dtype != np.float32:
+    if name in _FLOAT_KEYS and values.dtype != np.float32 and loss != CUSTOM:
         return values.astype(np.float32)
     return values
 

@@ -3,11 +3,7 @@
 from __future__ import annotations
 
 import json
-import os
-import subprocess
-import sys
 from datetime import UTC, datetime, timedelta
-from pathlib import Path
 from typing import Any
 
 from safetensors.numpy import load_file
@@ -44,20 +40,8 @@ def logout(stage: Stage) -> None:
 
 
 def _login(stage: Stage) -> None:
-    endpoint = stage.server.endpoint
     stage.cli("auth", "logout", check=False)
-    environment = {"HOME": str(stage.folder), "TINKER_BASE_URL": endpoint.base_url, "TINKER_API_KEY": ""}
-    done = subprocess.run(
-        [str(Path(sys.executable).with_name("tinker")), "auth", "login"],
-        env=os.environ | environment,
-        input=endpoint.api_key + "\n",
-        capture_output=True,
-        text=True,
-        timeout=TIMEOUT,
-        check=False,
-        cwd=stage.folder,
-    )
-    assert done.returncode == 0, done.stderr.strip()[-300:]
+    done = stage.cli("auth", "login", typed=stage.server.endpoint.api_key + "\n", TINKER_API_KEY="")
     assert "Logged in" in done.stdout
 
 

@@ -54,13 +54,13 @@ class Result:
 
 def run(stage: Stage, name: str) -> Result:
     """Run the probe of a name or command; whatever it raises is its result."""
-    stage.server.requests()  # what came before is not ours
+    stage.server.recorded = []
     try:
         remark = COMMAND_PROBES[name](stage) if name in COMMAND_PROBES else PROBES[name](stage, _caller(stage, name))
     except Exception as error:  # noqa: BLE001 - an SDK may raise anything, and the table must hold it
         said = f"{type(error).__name__}: {error}" if str(error) else _where(error)
-        return Result(name, stage.server.requests(), said)
-    return Result(name, stage.server.requests(), remark=remark or "")
+        return Result(name, tuple(stage.server.recorded), said)
+    return Result(name, tuple(stage.server.recorded), remark=remark or "")
 
 
 def _where(error: BaseException) -> str:
@@ -79,8 +79,10 @@ def _caller(stage: Stage, name: str) -> Call:
     client, _, method = name.partition(".")
 
     def call(*arguments: Any, on: Any = None, **options: Any) -> Any:
-        value = getattr(stage.client(client) if on is None else on, method)
-        return settled(value(*arguments, **options) if callable(value) else value)
+        owner = stage.client(client) if on is None else on
+        with stage.server.recording():
+            value = getattr(owner, method)
+            return settled(value(*arguments, **options) if callable(value) else value)
 
     return call
 

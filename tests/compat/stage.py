@@ -9,6 +9,8 @@ import re
 import subprocess
 import sys
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
@@ -31,22 +33,32 @@ _BACKGROUND = ("session_heartbeat", "telemetry", "client/config", "client/dynami
 
 
 class Server:
-    """A running server: where it listens, and which requests it has logged."""
+    """A running server: where it listens, and which requests it logged while `recording`."""
 
     def __init__(self, endpoint: Endpoint, logs: Path) -> None:
         self.endpoint = endpoint
+        self.recorded: list[str] = []
         self._log = logs / "daemon.jsonl"
         self._read = 0
 
-    def requests(self) -> tuple[str, ...]:
-        """Method and path pattern of the requests since the last call, each once, in order."""
+    @contextmanager
+    def recording(self) -> Iterator[None]:
+        """Adds to `recorded` the method and path pattern of each request that comes meanwhile, each pattern once."""
+        self._new_requests()
+        try:
+            yield
+        finally:
+            self.recorded = list(dict.fromkeys([*self.recorded, *self._new_requests()]))
+
+    def _new_requests(self) -> list[str]:
         time.sleep(0.05)  # a line is written after its answer has been sent
         with self._log.open("rb") as log:
             log.seek(self._read)
             text = log.read()
+        text = text[: text.rfind(b"\n") + 1]  # the last line may still be in writing
         self._read += len(text)
         seen = [_request(json.loads(line)) for line in text.splitlines()]
-        return tuple(dict.fromkeys(request for request in seen if request))
+        return [request for request in seen if request]
 
 
 def _request(line: dict[str, Any]) -> str:
@@ -164,21 +176,24 @@ class Stage:
         listed = self.rest.list_checkpoints(path.split("/")[2]).result(TIMEOUT).checkpoints
         return next((entry for entry in listed if entry.tinker_path == path), None)
 
-    def cli(self, *arguments: str, check: bool = True, **environment: str) -> subprocess.CompletedProcess[str]:
+    def cli(
+        self, *arguments: str, check: bool = True, typed: str = "", **environment: str
+    ) -> subprocess.CompletedProcess[str]:
         """Run the SDK's command in a folder and home of its own."""
         home = {"HOME": str(self.folder), "TINKER_BASE_URL": self.server.endpoint.base_url}
         key = {"TINKER_API_KEY": self.server.endpoint.api_key}
         tinker_command = [str(Path(sys.executable).with_name("tinker")), *arguments]
-        done = subprocess.run(
-            tinker_command,
-            env=os.environ | home | key | environment,
-            cwd=self.folder,
-            capture_output=True,
-            text=True,
-            timeout=2 * TIMEOUT,
-            check=False,
-            stdin=subprocess.DEVNULL,
-        )
+        with self.server.recording():
+            done = subprocess.run(
+                tinker_command,
+                env=os.environ | home | key | environment,
+                cwd=self.folder,
+                capture_output=True,
+                text=True,
+                timeout=2 * TIMEOUT,
+                check=False,
+                input=typed,
+            )
         said = (done.stderr or done.stdout).strip()[-300:]
         assert not check or done.returncode == 0, f"exit {done.returncode}: {said}"
         return done

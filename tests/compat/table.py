@@ -27,7 +27,7 @@ _HEAD = """# Compatibility with the tinker SDK
 
 Written by `make compat`: it lists the public names and commands of the installed SDK by introspection, calls each
 against a running server with small real arguments, and checks what the answer means. "Endpoints" are those that the
-server logged during the call and its checks; start-up, heartbeats and telemetry are left out.
+server logged during the call; start-up, heartbeats and telemetry are left out.
 """
 
 

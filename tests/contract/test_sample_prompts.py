@@ -2,12 +2,15 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import numpy as np
 import pytest
 
 from openrl.backends.torch import score
-from openrl.types import TopK
-from support.sampling import Ask, World, log_softmax, payload, run
+from openrl.errors import BadRequest
+from openrl.types import Cells, SamplingParams, TopK
+from support.sampling import Ask, World, log_softmax, naive_draw, payload, run
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 
@@ -121,3 +124,173 @@ def test_the_head_is_taken_a_few_positions_at_a_time(world: World, monkeypatch: 
         check_prompt(world, ask, result.prompt_logprobs)
         for index, got in enumerate(result.sequences):
             assert got.tokens.tolist() == world.naive(ask.payload, ask.adapter, index).tokens.tolist()
+
+
+# ---- what else may be asked of a prompt (6.3) ----
+
+
+def targets_for(tokens: list[int], k: int, seed: int, *, sparse: bool = False) -> Cells:
+    """Random ids, some of them -1; sparse: about one cell in two of [N - 1, 50] at random columns."""
+    rng = np.random.default_rng(seed)
+    rows = len(tokens) - 1
+    if not sparse:
+        return Cells(rng.integers(-1, 97, rows * k), (rows, k))
+    counts = rng.integers(0, k + 1, rows)
+    cols = np.concatenate([np.sort(rng.choice(50, count, replace=False)) for count in counts]).astype(np.int64)
+    return Cells(rng.integers(-1, 97, cols.size), (rows, 50), np.cumsum([0, *counts]), cols)
+
+
+def check_targets(table: np.ndarray, wanted: Cells, got: Cells | None) -> None:
+    """Same layout, each id's logprob at its position, exactly 0 where nothing was wanted."""
+    assert got is not None
+    assert (got.shape, got.values.dtype) == (wanted.shape, np.float32)
+    assert (got.crow is None) == (wanted.crow is None)
+    if got.crow is not None and wanted.crow is not None:
+        np.testing.assert_array_equal(got.crow, wanted.crow)
+        np.testing.assert_array_equal(got.cols, wanted.cols)
+    expected_values = np.where(wanted.values < 0, 0, table[wanted.rows(), wanted.values])
+    np.testing.assert_allclose(got.values, expected_values, atol=2e-5)
+    assert not got.values[wanted.values < 0].any()
+
+
+@pytest.mark.parametrize("part", [None, 16])
+def test_logprobs_of_named_tokens(world: World, part: int | None) -> None:
+    """`target_prompt_logprobs`: at temperature 1, dense and sparse, in one piece or in parts, beside other work."""
+    prompts = [prompt(i, length) for i, length in enumerate((40, 9, 1, 21))]
+    wanted = [targets_for(tokens, 3, i, sparse=i % 2 == 1) for i, tokens in enumerate(prompts)]
+    asks = [
+        Ask(payload(tokens, max_tokens=1, temperature=0.4, target_prompt_logprobs=cells), "ab"[i % 2])
+        for i, (tokens, cells) in enumerate(zip(prompts, wanted, strict=True))
+    ]
+    asks.append(Ask(payload(prompt(9, 11), max_tokens=3, prompt_logprobs=True), "a"))
+    results = run(world.sampler(max_rows=2, prefill_tokens=part), asks)
+    for ask, cells, result in zip(asks, wanted, results, strict=False):
+        check_targets(expected(world, ask.payload.prompt.tolist(), ask.adapter), cells, result.target_prompt)
+        assert result.prompt_logprobs is None
+        assert result.topk_prompt is None
+    check_prompt(world, asks[-1], results[-1].prompt_logprobs)
+    assert results[-1].target_prompt is None
+
+
+def test_the_prompts_own_tokens_as_targets_are_its_logprobs(world: World) -> None:
+    tokens = prompt(1, 30)
+    own = Cells(np.asarray(tokens[1:], np.int64), (29, 1))
+    (result,) = run(world.sampler(), [Ask(payload(tokens, prompt_logprobs=True, target_prompt_logprobs=own), "a")])
+    assert result.target_prompt is not None
+    assert result.prompt_logprobs is not None
+    assert result.target_prompt.values.tolist() == result.prompt_logprobs[1:].tolist()
+
+
+@pytest.mark.parametrize("part", [None, 16])
+def test_only_the_last_prompt_tokens_are_scored(world: World, part: int | None) -> None:
+    """`prompt_logprobs_last_n`: NaN and empty cells (T34) before them; what else is asked is not cut."""
+    tokens = prompt(3, 40)
+    table = expected(world, tokens, "a")
+    cells = targets_for(tokens, 2, 5)
+    for last in (1, 7, 39):
+        plain = {"prompt_logprobs": True, "topk_prompt_logprobs": 3, "prompt_logprobs_last_n": last, "max_tokens": 1}
+        for more in ({}, {"target_prompt_logprobs": cells, "prompt_alt_tokens_k": 1}):
+            ask = Ask(payload(tokens, **plain, **more), "a")
+            (result,) = run(world.sampler(prefill_tokens=part), [ask])
+            got, top = result.prompt_logprobs, result.topk_prompt
+            assert got is not None
+            assert top is not None
+            assert np.isnan(got[:-last]).all()
+            np.testing.assert_allclose(got[-last:], table[np.arange(39), tokens[1:]][-last:], atol=2e-5)
+            assert not top.ids[:-last].any()
+            assert (top.logprobs[:-last] == -99999.0).all()
+            check_top(table[:-1][-last:], TopK(top.ids[-last:], top.logprobs[-last:]), 3)
+            if more:
+                check_targets(table, cells, result.target_prompt)
+                assert result.alt_tokens is not None
+                assert result.alt_tokens.logprobs.all()
+
+
+@pytest.mark.parametrize("part", [None, 16])
+def test_alternatives_are_drawn_at_the_requests_temperature(world: World, part: int | None) -> None:
+    """`prompt_alt_tokens_k`: the tokens of naive inverse-CDF draws, uncut by top-k and top-p; logprobs raw."""
+    tokens = prompt(4, 30)
+    z = world.logits(tokens, "b")
+    params: dict[str, Any] = {"max_tokens": 2, "seed": 11, "temperature": 0.7, "top_k": 1, "top_p": 0.1, "stop": ()}
+    asks = [
+        Ask(payload(tokens, **params, prompt_alt_tokens_k=5), "b"),
+        Ask(payload(prompt(5, 12), max_tokens=2, seed=1), "a"),
+    ]
+    drawn = run(world.sampler(prefill_tokens=part), asks)[0].alt_tokens
+    assert drawn is not None
+    assert drawn.ids.shape == drawn.logprobs.shape == (29, 5)
+    assert (drawn.ids.dtype, drawn.logprobs.dtype) == (np.int64, np.float32)
+    plain = SamplingParams(temperature=0.7)
+    for row in range(29):
+        for column in range(5):
+            assert drawn.ids[row, column] == naive_draw(z[row], plain, 11 + column, row + 1)[0]
+    np.testing.assert_allclose(np.take_along_axis(log_softmax(z)[:-1], drawn.ids, -1), drawn.logprobs, atol=2e-5)
+
+
+def test_alternatives_follow_the_distribution_and_are_independent(world: World) -> None:
+    """Draws come as often as their probability says; without a seed two requests differ; greedy ones are the best."""
+    tokens = prompt(6, 4)
+    table = expected(world, tokens, None)
+    asks = [
+        Ask(payload(tokens, max_tokens=1, seed=3, prompt_alt_tokens_k=1000)),
+        Ask(payload(tokens, max_tokens=1, prompt_alt_tokens_k=50)),
+        Ask(payload(tokens, max_tokens=1, prompt_alt_tokens_k=50)),
+        Ask(payload(tokens, max_tokens=1, temperature=0.0, prompt_alt_tokens_k=2)),
+        Ask(payload(tokens[:1], max_tokens=1, prompt_alt_tokens_k=2)),
+    ]
+    many, one, other, greedy, short = (result.alt_tokens for result in run(world.sampler(), asks))
+    assert many is not None
+    assert one is not None
+    assert other is not None
+    assert greedy is not None
+    assert short is not None
+    for row in range(3):
+        share = np.bincount(many.ids[row], minlength=97) / 1000
+        assert np.abs(share - np.exp(table[row])).sum() < 0.35  # total variation expected of 1000 draws: about 0.2
+    assert one.ids.tolist() != other.ids.tolist()
+    assert greedy.ids.tolist() == np.repeat(table[:3].argmax(-1)[:, None], 2, 1).tolist()
+    assert short.ids.shape == short.logprobs.shape == (0, 2)
+
+
+def test_extras_when_the_head_is_taken_a_few_positions_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Windows of 7 rows end in the middle of prompts and of adapters."""
+    asks = [
+        Ask(
+            payload(
+                prompt(i, 10 + i),
+                max_tokens=2,
+                seed=i,
+                target_prompt_logprobs=targets_for(prompt(i, 10 + i), 2, i, sparse=i % 2 == 0),
+                prompt_alt_tokens_k=i % 3,
+                prompt_logprobs=i > 2,
+                prompt_logprobs_last_n=4 if i > 2 else None,
+            ),
+            adapter,
+        )
+        for i, adapter in enumerate(["a", None, "b", "a", "b", None])
+    ]
+    whole = run(world.sampler(), asks)
+    monkeypatch.setattr(score, "_CELLS", 7 * 97)
+    for ask, result, once in zip(asks, run(world.sampler(), asks), whole, strict=True):
+        cells = ask.payload.target_prompt_logprobs
+        assert cells is not None
+        check_targets(expected(world, ask.payload.prompt.tolist(), ask.adapter), cells, result.target_prompt)
+        assert (result.alt_tokens is None) == (once.alt_tokens is None) == (not ask.payload.prompt_alt_tokens_k)
+        if result.alt_tokens is not None and once.alt_tokens is not None:
+            assert result.alt_tokens.ids.tolist() == once.alt_tokens.ids.tolist()
+        if result.prompt_logprobs is not None:
+            assert np.isnan(result.prompt_logprobs).sum() == len(ask.payload.prompt) - 4
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [
+        {"target_prompt_logprobs": Cells(np.zeros(3, np.int64), (3, 1))},
+        {"target_prompt_logprobs": Cells(np.array([97, 0]), (2, 1))},
+        {"prompt_alt_tokens_k": -1},
+        {"prompt_logprobs": True, "prompt_logprobs_last_n": 3},
+    ],
+)
+def test_what_cannot_be_scored_is_refused(world: World, fields: dict[str, Any]) -> None:
+    with pytest.raises(BadRequest, match=list(fields)[-1]):
+        world.sampler().add(Ask(payload([3, 4, 5], max_tokens=1, **fields)).job("0"))

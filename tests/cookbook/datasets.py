@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -132,7 +132,3 @@ DATASETS: Mapping[str, Mapping[str, Splits]] = {
     "hicai-zju/SciKnowEval": _one_config(test=(_science, 64)),
     "tangqiaoyu/ToolAlpaca": _one_config(train=(_tool, 64)),
 }
-
-
-def repos() -> Iterator[str]:
-    return iter(DATASETS)

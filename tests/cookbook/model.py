@@ -33,7 +33,7 @@ def build(folder: Path, tokenizer_from: Path) -> Path:
         bos_token_id=_BOS,
         eos_token_id=_EOS,
         pad_token_id=_EOS,
-        initializer_range=0.1,
+        initializer_range=0.5,  # large, so that a random model has opinions and mistakes show
         tie_word_embeddings=True,
     )
     model = AutoModelForCausalLM.from_config(config)

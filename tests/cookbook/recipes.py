@@ -12,8 +12,7 @@ _SMALL = ("batch_size=4", "group_size=2", "max_steps=2")
 
 @dataclass(frozen=True)
 class Recipe:
-    """One command. `{runs}`, `{folder}` and `{source}` in arguments are filled in; `fails_with` is what it must end
-    with if it is to be refused."""
+    """One command. `{folder}` in an argument is where model and data lie; `fails_with` is what a refusal must say."""
 
     name: str
     arguments: tuple[str, ...]

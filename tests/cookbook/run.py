@@ -2,12 +2,14 @@
 
     python -m cookbook.run --env .venv/cookbook [--only NAME] [--write docs/cookbook.md]
 
-`make cookbook` does it all. Exits with 1 if a recipe did not end as `cookbook.recipes` says it does.
+`make cookbook` does it all. The outcome of each recipe is kept beside the environment, so that the table is whole also
+after a run of a few. Exits with 1 if a recipe did not end as `cookbook.recipes` says it does.
 """
 
 from __future__ import annotations
 
 import argparse
+import json
 import re
 import shlex
 import subprocess
@@ -28,9 +30,9 @@ _SHOWN = 240  # characters of a log's last line
 @dataclass(frozen=True)
 class Outcome:
     recipe: Recipe
-    status: int
+    status: int  # exit status
     seconds: float
-    last_line: str
+    last_line: str  # of the log
 
     @property
     def as_expected(self) -> bool:
@@ -59,7 +61,8 @@ def run(setting: Kitchen, recipe: Recipe) -> Outcome:
 
 
 def _call(setting: Kitchen, recipe: Recipe, runs: Path, log: Path) -> int:
-    command = [str(setting.cookbook.python), *(_filled(part, setting, runs) for part in recipe.command)]
+    filled = [part.replace("{folder}", str(setting.folder)) for part in recipe.command]
+    command = [str(setting.cookbook.python), *filled]
     # Tests are modules of the source distribution; recipes are those of the installed package.
     where = setting.cookbook.source if recipe.module.startswith(("tests", "pytest")) else runs
     with log.open("wb") as file:
@@ -77,10 +80,6 @@ def _call(setting: Kitchen, recipe: Recipe, runs: Path, log: Path) -> int:
         except subprocess.TimeoutExpired:
             file.write(f"\nnot done after {recipe.timeout:g} s\n".encode())
             return -1
-
-
-def _filled(part: str, setting: Kitchen, runs: Path) -> str:
-    return part.replace("{folder}", str(setting.folder)).replace("{runs}", str(runs))
 
 
 def _last_line(log: Path, folder: Path, wanted: str) -> str:
@@ -107,6 +106,23 @@ def own_tests() -> Iterator[Recipe]:
         arguments = ("-q", "-p", "no:cacheprovider", f"tests/recipes/{test}")
         yield Recipe(test, arguments, "nothing", module="pytest")
     yield VALIDATE
+
+
+def keep(file: Path, outcome: Outcome) -> None:
+    """Write an outcome down, under its recipe's name."""
+    known = json.loads(file.read_text()) if file.exists() else {}
+    known[outcome.recipe.name] = [outcome.status, outcome.seconds, outcome.last_line]
+    file.write_text(json.dumps(known, indent=1))
+
+
+def kept(file: Path) -> list[Outcome]:
+    """The last outcome of every recipe that was run, in the order of the list."""
+    known = json.loads(file.read_text())
+    return [Outcome(recipe, *known[recipe.name]) for recipe in everything() if recipe.name in known]
+
+
+def everything() -> list[Recipe]:
+    return [*RECIPES, *own_tests()]
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -153,22 +169,24 @@ def write(page: Path, results: str) -> None:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--env", type=Path, default=Path(".venv/cookbook"), help="what `make cookbook-env` made")
-    parser.add_argument("--only", default="", help="run those whose name contains this")
+    parser.add_argument("--only", default="", help="run those whose name this regular expression is found in")
+    parser.add_argument("--work", type=Path, help="where the server and the recipes write; default: run, below --env")
     parser.add_argument("--write", type=Path, help="the page whose table is replaced")
     options = parser.parse_args()
     cookbook = Cookbook.at(options.env.absolute())
     assert cookbook, f"{options.env} holds no cookbook; run: make cookbook-env"
-    chosen = [recipe for recipe in (*RECIPES, *own_tests()) if options.only in recipe.name]
-    outcomes: list[Outcome] = []
-    with kitchen(cookbook, options.env.absolute() / "run") as setting:
+    results = options.env / "results.json"
+    failed = 0
+    with kitchen(cookbook, (options.work or options.env / "run").absolute()) as setting:
         prepare(setting)
-        for recipe in chosen:
+        for recipe in [recipe for recipe in everything() if re.search(options.only, recipe.name)]:
             outcome = run(setting, recipe)
-            outcomes.append(outcome)
+            keep(results, outcome)
+            failed += not outcome.as_expected
             print(f"{outcome.word:10} {outcome.seconds:4.0f} s  {recipe.name}: {outcome.last_line}", flush=True)
     if options.write:
-        write(options.write, table(outcomes))
-    return 0 if all(outcome.as_expected for outcome in outcomes) else 1
+        write(options.write, table(kept(results)))
+    return 1 if failed else 0
 
 
 if __name__ == "__main__":

@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import shutil
 import stat
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
 from pathlib import Path
@@ -67,7 +67,7 @@ class Kitchen:
 
 
 @contextmanager
-def kitchen(cookbook: Cookbook, folder: Path, names: Sequence[str] = NAMES) -> Iterator[Kitchen]:
+def kitchen(cookbook: Cookbook, folder: Path, names: Sequence[str] = NAMES) -> Generator[Kitchen]:
     """Build model and data sets in the (emptied) `folder` and serve them."""
     shutil.rmtree(folder, ignore_errors=True)
     folder.mkdir(parents=True)

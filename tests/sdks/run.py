@@ -1,7 +1,7 @@
 """Run `loop.py` under several releases of the SDK against one real server: `run.py PYTHON...`.
 
-Each interpreter brings a release, the newest last. All must complete the loop, and print the same figures: whether a number travelled as
-JSON or as protobuf must not show.
+Each interpreter brings a release, the newest last. All must complete the loop, and print the same figures: whether a
+number travelled as JSON or as protobuf must not show.
 """
 
 from __future__ import annotations

@@ -111,7 +111,6 @@ class FakeClients:
         self.seen += requests
 
     async def completions(self, sampler: SamplerId, clone: int, after: int, timeout: float) -> list[Completion]:
-        self._daemon._fail("completions")
         deadline = asyncio.get_running_loop().time() + timeout
         while True:
             mine = [done for name, seq, done in self.ended if (name, seq // 10**9) == (sampler, clone)]
@@ -121,8 +120,15 @@ class FakeClients:
             await asyncio.sleep(0.005)
 
 
+class FakeLosses:
+    """A backend without custom losses."""
+
+    served = False
+
+
 class FakeDaemon:
     def __init__(self) -> None:
+        self.losses = FakeLosses()
         self.rest = FakeRecords(self)
         self.clients = FakeClients(self)
         self.sessions: dict[SessionId, str] = {}

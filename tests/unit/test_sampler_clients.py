@@ -1,4 +1,4 @@
-"""The clients of one sampler over HTTP with a real daemon and a scalar worker: news of what ended, numbers, cancelling."""
+"""The clients of one sampler over HTTP, with a real daemon and a scalar worker: news of ends, numbers, cancelling."""
 
 from __future__ import annotations
 

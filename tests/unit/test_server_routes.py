@@ -91,6 +91,7 @@ def test_capabilities(http: Http) -> None:
         "trainable": True,
         "sampleable": True,
         "state": "ready",
+        "custom_losses": False,
     }
     assert "max_context_length" not in models[1]
 

@@ -90,7 +90,7 @@ def test_t12_t24_t31_t32_answers_fit_the_sdks_strict_models() -> None:
 
 def test_t29_t30_the_client_configuration_fits_and_never_pauses_for_billing() -> None:
     """T29: strict model, no nulls. T30: 402 is never sent, and would not be waited out."""
-    flags = replies.client_config(remote=True)
+    flags = replies.client_config(remote=True, custom_losses=True)
     config = ClientConfigResponse.model_validate(flags)
     assert config.billing_exception_max_pause_duration_sec == 0
     assert config.fwdbwd_max_chunk_bytes_count >= 5_000_000
@@ -120,7 +120,8 @@ def dtypes(message: Message) -> Iterator[int]:
         if field.enum_type is not None and field.enum_type.name == "DType":
             yield value
         elif field.message_type is not None:
-            parts = value.values() if hasattr(value, "values") else value if field.is_repeated else [value]
+            is_map = field.message_type.GetOptions().map_entry
+            parts = value.values() if is_map else value if field.is_repeated else [value]
             for part in parts:
                 if isinstance(part, Message):
                     yield from dtypes(part)

@@ -226,7 +226,7 @@ def test_legal_samples_pass(good: SamplePayload) -> None:
         (sample(1, prompt_logprobs=True, prompt_logprobs_last_n=1), "legal: none for a prompt of 1 token"),
         (
             sample(target_prompt_logprobs=targets(1, 2, 3, rows=3)),
-            "has shape [3, 1]; a prompt of 3 tokens takes [2, K]",
+            "has shape [3, 1]; a prompt of 3 tokens takes [2",
         ),
         (sample(target_prompt_logprobs=targets(1, 2, 3, 100)), "token id 100 for prompt token 2; legal: 0..99, or -1"),
         (sample(target_prompt_logprobs=targets(1, -2)), "token id -2 for prompt token 2"),

@@ -366,8 +366,13 @@ def test_a_result_of_the_wrong_kind_is_a_bug() -> None:
 def test_capabilities_leave_out_what_is_not_known() -> None:
     """2.8: null is fatal in a field that has a type."""
     model = ModelStatus("m", None, "failed", "no such folder", None, "m")
-    assert replies.capabilities([model]) == {
-        "supported_models": [{"model_name": "m", "trainable": False, "sampleable": False, "state": "failed"}]
+    (entry,) = replies.capabilities([model], custom_losses=False)["supported_models"]
+    assert entry == {
+        "model_name": "m",
+        "trainable": False,
+        "sampleable": False,
+        "state": "failed",
+        "custom_losses": False,
     }
 
 

@@ -1,8 +1,9 @@
 """Runs custom losses: a checked graph, call by call, on one datum's logprobs, and the gradient that comes of it.
 
 A graph is data from outside. `openrl.custom_loss` has refused all that is not on the allow-list; here sizes are worked
-out before anything is made, results are let in only if they are tensors, numbers or shapes, and time is watched
-between calls. Losses run on the CPU in float32, as they would in the client: the logprobs are on the host anyway.
+out before anything is made (`loss_budget`), results are let in only if they are tensors, numbers or shapes, and time
+is watched between calls. Losses run on the CPU in float32, as they would in the client: the logprobs are on the host
+anyway.
 """
 
 from __future__ import annotations
@@ -10,8 +11,7 @@ from __future__ import annotations
 import math
 import operator
 import time
-from collections.abc import Callable, Iterator, Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
 from functools import partial
 from types import MappingProxyType
 from typing import Any
@@ -21,9 +21,10 @@ import torch
 from torch import Tensor
 
 from openrl.backends.base import TrainItem
+from openrl.backends.torch.loss_budget import Budget, Limits
 from openrl.backends.torch.memory import is_out_of_memory
 from openrl.custom_loss import Constant, LossCall, LossProgram, Ref
-from openrl.custom_loss_ops import FUNCTIONS, METHODS, Growth
+from openrl.custom_loss_ops import FUNCTIONS, METHODS
 from openrl.errors import BadRequest
 from openrl.losses import Loss, evaluate
 from openrl.types import Array, FloatArray
@@ -32,18 +33,6 @@ from openrl.types import Array, FloatArray
 _CHOSEN = tuple(getattr(torch.return_types, n) for n in ("max", "min", "median", "sort", "topk", "cummax", "cummin"))
 _FAULTS = (ArithmeticError, AssertionError, AttributeError, LookupError, RuntimeError, TypeError, ValueError)
 _MAX_EXPONENT = 1024  # of whole numbers, whose powers have no end
-_MAX_INT = 2**63
-
-
-@dataclass(frozen=True, slots=True)
-class Limits:
-    """What one loss may use. Elements are those of a datum's tensors; seconds are for all datums of a request."""
-
-    tensor_elements: int = 2**24
-    all_elements: int = 2**26
-    work: int = 2**31  # multiplications of one matrix product
-    parts: int = 2**16  # tensors in one tuple
-    seconds: float = 30.0
 
 
 def loss_of(item: TrainItem) -> Callable[[FloatArray, Mapping[str, Array]], Loss]:
@@ -78,14 +67,14 @@ class CustomLoss:
 
     def _run(self, values: list[Any], started: float) -> None:
         """Append the value of every call."""
-        budget = _Budget(self._limits)
+        budget = Budget(self._limits)
         for call, function in zip(self._program.calls, self._functions, strict=True):
             if time.monotonic() - started > self._seconds_left:
                 raise _failed(call, f"the loss took more than {self._limits.seconds:g} s for this request")
             try:
                 args = _fill(call.args, values)
                 kwargs = {key: _fill(value, values) for key, value in call.kwargs.items()}
-                budget.foresee(call, function, args, kwargs)
+                budget.foresee(call, args, kwargs)
                 result = function(*args, **kwargs)
                 budget.admit(result)
             except _FAULTS as error:
@@ -105,12 +94,12 @@ def _gradient(loss: Tensor, leaf: Tensor) -> FloatArray:
     if not loss.requires_grad:
         raise BadRequest("the custom loss does not depend on logprobs, so there is nothing to train on.")
     try:
-        found: tuple[Tensor | None, ...] = torch.autograd.grad(loss, leaf, allow_unused=True)
+        (grad,) = torch.autograd.grad(loss, leaf)
     except RuntimeError as error:
         if is_out_of_memory(error):
             raise
         raise BadRequest(f"the custom loss cannot be differentiated: {_first_line(error)}.") from None
-    return np.zeros(tuple(leaf.shape), np.float32) if found[0] is None else found[0].numpy()
+    return grad.numpy()
 
 
 def _tensor(array: Array, rank: int) -> Tensor:
@@ -133,103 +122,6 @@ def _failed(call: LossCall, why: str) -> BadRequest:
 
 def _first_line(error: Exception) -> str:
     return (str(error).splitlines() or [type(error).__name__])[0].rstrip(".")
-
-
-# ---- what a call may use ----
-
-
-class _Budget:
-    """Elements that one datum's tensors may still take."""
-
-    def __init__(self, limits: Limits) -> None:
-        self._limits = limits
-        self._left = limits.all_elements
-
-    def foresee(self, call: LossCall, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]) -> None:
-        """Raise ValueError if the result would be too large; nothing of that size is made to find out."""
-        growth = call.operation.growth
-        if growth is Growth.NONE:
-            return
-        if growth is Growth.BROADCAST:
-            self._check(_broadcast_size([*args, *kwargs.values()]))
-        elif growth is not Growth.GUARDED:
-            self._foresee_shape(growth, function, args, kwargs)
-        elif call.target == "operator.getitem" and isinstance(args[0], Tensor):
-            self._foresee_item(args[0], args[1])
-
-    def _foresee_shape(
-        self, growth: Growth, function: Callable[..., Any], args: list[Any], kwargs: dict[str, Any]
-    ) -> None:
-        shadows, named = _shadow(args), {key: _shadow(value) for key, value in kwargs.items()}
-        if growth is Growth.FACTORY:
-            named["device"] = torch.device("meta")
-        with torch.no_grad():
-            size = sum(tensor.numel() for tensor in _tensors(function(*shadows, **named)))
-        self._check(size)
-        if growth is Growth.PRODUCT:
-            inner = next(_tensors([*args, *kwargs.values()])).shape[-1:]
-            if size * math.prod(inner) > self._limits.work:
-                raise ValueError(f"a product of {size * math.prod(inner)} multiplications is too large")
-
-    def _foresee_item(self, tensor: Tensor, key: Any) -> None:
-        """A mask chooses among the elements that are there; an index can repeat them."""
-        chosen = [part for part in (key if isinstance(key, tuple) else (key,)) if isinstance(part, (Tensor, list))]
-        if any(isinstance(part, Tensor) and part.dtype in (torch.bool, torch.uint8) for part in chosen):
-            if len(chosen) > 1:
-                raise ValueError("a mask cannot be combined with other tensors in one index")
-        elif chosen:
-            with torch.no_grad():
-                self._check(_shadow(tensor)[_shadow(key)].numel())
-
-    def _check(self, size: int) -> None:
-        if size > min(self._limits.tensor_elements, self._left):
-            raise ValueError(
-                f"its result would have {size} elements; a tensor may have {self._limits.tensor_elements}, all of a "
-                f"datum together {self._limits.all_elements}"
-            )
-
-    def admit(self, result: Any) -> None:
-        """Let a result in, or raise: tensors on the CPU, numbers, and tuples of them."""
-        if isinstance(result, Tensor):
-            if result.device.type != "cpu" or result.layout is not torch.strided or result.is_complex():
-                raise TypeError("its result is no plain tensor of real numbers on the CPU")
-            self._check(result.numel())
-            self._left -= result.numel()
-        elif isinstance(result, (tuple, list)):
-            parts: list[Any] = list(result)  # pyright: ignore[reportUnknownArgumentType]
-            if len(parts) > self._limits.parts:
-                raise ValueError(f"its result has {len(parts)} parts; at most {self._limits.parts} are kept")
-            for part in parts:
-                self.admit(part)
-        elif isinstance(result, int):
-            if abs(result) >= _MAX_INT:
-                raise ValueError("its result does not fit in 64 bits")
-        elif not isinstance(result, (float, torch.dtype, torch.device)):
-            raise TypeError(f"its result is a {type(result).__name__}, which a loss cannot hold")
-
-
-def _broadcast_size(operands: list[Any]) -> int:
-    shapes = {operand.shape for operand in operands if isinstance(operand, Tensor)}
-    return math.prod(shapes.pop() if len(shapes) == 1 else torch.broadcast_shapes(*shapes))
-
-
-def _shadow(value: Any) -> Any:
-    """The same without data: tensors on the meta device."""
-    if isinstance(value, Tensor):
-        return value.detach().to("meta")
-    if isinstance(value, torch.device):
-        return torch.device("meta")
-    if type(value) in (list, tuple):
-        return type(value)(_shadow(part) for part in value)
-    return value
-
-
-def _tensors(value: Any) -> Iterator[Tensor]:
-    if isinstance(value, Tensor):
-        yield value
-    elif isinstance(value, (tuple, list)):
-        for part in value:  # pyright: ignore[reportUnknownVariableType]
-            yield from _tensors(part)
 
 
 # ---- arguments and functions ----
@@ -266,7 +158,8 @@ def _item(value: Any, key: Any) -> Any:
     of_tensor = isinstance(value, Tensor)
     parts: tuple[Any, ...] = key if of_tensor and isinstance(key, tuple) else (key,)
     if isinstance(value, (Tensor, tuple, list)) and all(_is_key(part, of_tensor) for part in parts):
-        return operator.getitem(value, key)  # pyright: ignore[reportUnknownArgumentType]
+        indexable: Any = value
+        return indexable[key]
     raise TypeError(f"a {type(value).__name__} cannot be indexed by {type(key).__name__} {str(key)[:40]}")
 
 

@@ -40,7 +40,8 @@ async def status(request: Request) -> Response:
 
 async def client_config(request: Request) -> Response:
     """The flags (2.2), which do not depend on who asks."""
-    return json_response(replies.client_config(remote=not is_loopback(settings_of(request).host)))
+    remote = not is_loopback(settings_of(request).host)
+    return json_response(replies.client_config(remote=remote, custom_losses=daemon_of(request).losses.served))
 
 
 async def dynamic_config(request: Request) -> Response:
@@ -48,7 +49,8 @@ async def dynamic_config(request: Request) -> Response:
 
 
 async def get_server_capabilities(request: Request) -> Response:
-    return json_response(replies.capabilities(daemon_of(request).models()))
+    daemon = daemon_of(request)
+    return json_response(replies.capabilities(daemon.models(), custom_losses=daemon.losses.served))
 
 
 async def telemetry(request: Request) -> Response:
