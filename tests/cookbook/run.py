@@ -129,11 +129,11 @@ def table(outcomes: Sequence[Outcome]) -> str:
     """The results as Markdown: recipes, those not run, and the cookbook's own tests."""
     recipes = [outcome for outcome in outcomes if outcome.recipe in RECIPES]
     tests = [outcome for outcome in outcomes if outcome.recipe not in RECIPES]
-    ran = sum(outcome.word == "runs" for outcome in recipes)
+    ran = [outcome.recipe.name.split()[0] for outcome in recipes if outcome.word == "runs"]
     head = "| {} | result | needs | seconds | arguments | last line of its log |\n|---|---|---|---|---|---|"
     return "\n".join(
         [
-            f"{ran} recipes ran to their end.\n",
+            f"{len(ran)} commands of {len(set(ran))} recipes ran to their end.\n",
             head.format("recipe"),
             *map(_row, recipes),
             "",
@@ -151,7 +151,7 @@ def _row(outcome: Outcome) -> str:
     recipe = outcome.recipe
     name, *rest = recipe.name.split(" ", 1)
     shown = " ".join([f"`{name}`", *rest])
-    arguments = shlex.join(recipe.arguments).replace("{folder}/", "").replace("|", "\\|")
+    arguments = shlex.join(part.replace("{folder}/", "") for part in recipe.arguments).replace("|", "\\|")
     last = outcome.last_line.replace("|", "\\|").replace("`", "'")
     last = last if len(last) <= _SHOWN else last[:_SHOWN] + "…"
     return f"| {shown} | {outcome.word} | {recipe.needs} | {outcome.seconds:.0f} | `{arguments}` | `{last}` |"
