@@ -50,6 +50,8 @@ async def restore(
             await _requeue(request, codec, held_runs, held_samplers, sampling, losses)
         except OpenRLError as error:
             await futures.fail(request.id, error)
+            if RunId(request.scope) in held_runs:  # its number is used up, or the run would wait for it (O5)
+                held_runs.get(RunId(request.scope)).queue.use_up(request.seq)
 
 
 async def _requeue(

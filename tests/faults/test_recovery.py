@@ -12,7 +12,7 @@ import pytest
 
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.layout import TEMPORARY
-from openrl.types import RunId, SamplerId
+from openrl.types import RequestId, RunId, SamplerId
 from openrl.workers import messages
 from openrl.workers.messages import WorkerOp
 from support.daemons import BASE, Harness, expected_weight
@@ -249,6 +249,24 @@ def test_c7_a_crash_during_a_save_leaves_nothing_under_the_name(tmp_path: Path) 
         done = await h.result(await h.save(run, 2, "half"))
         assert json.loads(done.body)["path"] == f"tinker://{run}/weights/half"
         assert len(list((tmp_path / "checkpoints" / run / "weights").iterdir())) == 1
+        await h.daemon.stop()
+
+    run_async(test())
+
+
+def test_a_stored_request_that_cannot_be_read_again_fails_and_holds_nobody_up(tmp_path: Path) -> None:
+    """O5: a body that this version cannot decode uses its number up at the restart; the next request runs."""
+
+    async def test() -> None:
+        async def before(h: Harness, run: RunId) -> None:
+            h.worker.hold = asyncio.Event()
+            await h.train(run, 1, 3)
+            spoil = f"UPDATE requests SET payload = x'7b' WHERE id = '{run}:1'"
+            await h.daemon._db.run(lambda c: c.execute(spoil).rowcount)
+
+        h, run = await killed(tmp_path, before)
+        assert (await h.result(RequestId(f"{run}:1"))).category == "user"
+        assert await h.weight(await h.step(run, 2)) == expected_weight(0)
         await h.daemon.stop()
 
     run_async(test())
