@@ -47,7 +47,7 @@ test-sdks: $(VENV)/.dev $(SDKS:%=$(VENV)/sdks/%/.made)
 compat: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m compat.table docs/compatibility.md
 
-# About half an hour on two cores. `cookbook-env` alone makes `make test` run a small part of it.
+# About twenty minutes on two cores. `cookbook-env` alone makes `make test` run a small part of it.
 cookbook: cookbook-env
 	$(BIN)/openrl models pull $(MODEL)
 	PYTHONPATH=tests $(BIN)/python -m cookbook.run --env $(VENV)/cookbook --write docs/cookbook.md $(ARGS)
