@@ -15,6 +15,10 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 CITIES = ["Paris", "Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Bern", "Quito", "Kyiv", "Seoul", "Accra"]
 HELD_OUT = ["Vienna", "Dublin", "Riga", "Hanoi"]
 
+# In bf16 this model's own forward is 1.1e-3 away from float32, where sampler and trainer agree to 1e-11 (the contract
+# tests' part); S14 calls 1e-3 acceptable and 1e-2 a bug.
+BF16_NOISE = 3e-3
+
 
 def question(city: str) -> str:
     return f"Write the city in capitals, between stars.\nCity: {city}\nAnswer:"
@@ -99,7 +103,7 @@ def test_s6_s14_s15_sampler_and_trainer_agree(smol: tinker.ServiceClient) -> Non
 
     scored = np.array(sampler.compute_logprobs(ints(text)).result()[1:], np.float32)
     forward = logprobs(trainer.forward([datum(text)], "cross_entropy").result())
-    assert kl_v2(scored, forward) < 1e-4
+    assert kl_v2(scored, forward) < BF16_NOISE
 
     prompt = text[:6]
     group = sampler.sample(ints(prompt), 16, types.SamplingParams(max_tokens=24, seed=5)).result().sequences
@@ -108,8 +112,7 @@ def test_s6_s14_s15_sampler_and_trainer_agree(smol: tinker.ServiceClient) -> Non
     drawn = np.concatenate([np.array(s.logprobs, np.float32) for s in group])
     trained = np.concatenate([logprobs(output, i)[len(prompt) - 1 :] for i in range(len(group))])
     v2 = kl_v2(drawn, trained)
-    # In bf16 this model's own forward is 1.1e-3 away from float32 (and 1e-11 in float32): S14's "acceptable", no bug.
-    assert v2 < 3e-3
+    assert v2 < BF16_NOISE
     assert abs(float(np.mean(drawn - trained))) < 3 * np.sqrt(2 * v2 / len(drawn)) + 1e-3
 
     trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
