@@ -95,8 +95,10 @@ class _sender:
 
 def _set_before_torch() -> None:
     """What torch's libraries read when they are loaded."""
-    # Idle OpenMP threads that spin take the cores from the daemon.
+    # Idle OpenMP threads that spin take the cores from the daemon; ones that sleep at once cost a system call for each
+    # of a decoding step's thousand small products. So they spin for well under a millisecond, then sleep.
     os.putenv("OMP_WAIT_POLICY", "PASSIVE")
+    os.putenv("GOMP_SPINCOUNT", "50000")
     # Compiled CPU kernels are kept for each shape ever seen, 1024 of them, about a megabyte each: too many for mixed
     # lengths, where few shapes come again.
     os.putenv("LRU_CACHE_CAPACITY", "128")
