@@ -1,6 +1,6 @@
 # `make demo` and `make test` set up all they need on a fresh machine with Python 3.11 or newer, then run.
 #
-#   make demo     text-to-SQL on the embedded model, about five minutes on two CPU cores; writes demo-out/
+#   make demo     text-to-SQL on the embedded model, about four minutes on two CPU cores; writes demo-out/
 #   make test     lint, type check, unit, contract and end-to-end tests
 #   make test-sdks  a whole training loop under each older release of the tinker SDK in SDKS, and under the newest
 #   make compat   every public name and command of the SDK against a running server; writes docs/compatibility.md
