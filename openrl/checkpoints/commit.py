@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import os
 import shutil
-import sys
 from collections import Counter
 from collections.abc import Generator, Iterator
 from contextlib import contextmanager
@@ -13,10 +11,8 @@ from pathlib import Path
 
 from openrl.checkpoints import manifest
 from openrl.checkpoints.layout import SNAPSHOTS, TEMPORARY
+from openrl.durable import flush
 from openrl.store.records import Checkpoint
-
-if sys.platform == "darwin":
-    import fcntl
 
 
 class CheckpointFolders:
@@ -46,10 +42,10 @@ class CheckpointFolders:
     def commit_plain(self, staged: Path, folder: Path) -> None:
         """As `commit` for a folder without manifest (a snapshot)."""
         for path in staged.iterdir():
-            _flush(path)
-        _flush(staged)
+            flush(path)
+        flush(staged)
         staged.rename(self.root / folder)
-        _flush((self.root / folder).parent)
+        flush((self.root / folder).parent)
 
     def absolute(self, folder: str) -> Path:
         return self.root / folder
@@ -102,14 +98,3 @@ class CheckpointFolders:
         for path in (self.root / run / SNAPSHOTS).glob("*"):
             if not path.name.startswith(TEMPORARY):
                 yield str(path.relative_to(self.root))
-
-
-def _flush(path: Path) -> None:
-    """Force a file's or folder's content to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        if sys.platform == "darwin":  # there fsync stops at the drive's own cache
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    finally:
-        os.close(descriptor)

@@ -10,13 +10,12 @@ from __future__ import annotations
 
 import fcntl
 import hashlib
-import os
 import shutil
-import sys
 from collections.abc import Generator
 from contextlib import contextmanager
 from pathlib import Path
 
+from openrl.durable import flush
 from openrl.models.progress import Progress, Report
 
 TEMPORARY = ".tmp-"
@@ -65,11 +64,11 @@ def workspace(target: Path) -> Generator[Path]:
 def publish(path: Path, target: Path) -> None:
     """Flush a finished file or folder and rename it to `target`. An older folder at `target` is replaced."""
     for part in [*sorted(path.rglob("*")), path]:
-        _flush(part)
+        flush(part)
     if target.is_dir():
         remove(target)
     path.rename(target)
-    _flush(target.parent)
+    flush(target.parent)
 
 
 def remove(target: Path) -> None:
@@ -89,14 +88,3 @@ def sha256(path: Path) -> str:
 def size_of(folder: Path) -> int:
     """Bytes of all files below a folder (what links point at included)."""
     return sum(path.stat().st_size for path in folder.rglob("*") if path.is_file())
-
-
-def _flush(path: Path) -> None:
-    """Force a file's or folder's content to the disk itself."""
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-        if sys.platform == "darwin":  # there fsync stops at the drive's own cache
-            fcntl.fcntl(descriptor, fcntl.F_FULLFSYNC)
-    finally:
-        os.close(descriptor)

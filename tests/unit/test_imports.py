@@ -14,11 +14,12 @@ ROOT = Path(__file__).parents[2]
 PACKAGES = {"openrl": ROOT / "openrl", "openrl_cli": ROOT / "cli", "openrl_recipes": ROOT / "recipes"}
 
 # A module may import its own package, those named here, and BASE. The longest matching prefix counts.
-BASE = {"openrl.types", "openrl.errors", "openrl.version", "openrl.telemetry"}
+BASE = {"openrl.types", "openrl.errors", "openrl.version", "openrl.telemetry", "openrl.durable"}
 ALLOWED: dict[str, set[str]] = {
     "openrl.types": set(),
     "openrl.errors": set(),
     "openrl.version": set(),
+    "openrl.durable": set(),
     "openrl.telemetry": set(),
     "openrl.losses": set(),
     "openrl.codec": set(),
