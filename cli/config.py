@@ -11,7 +11,8 @@ import typer
 from rich.table import Table
 from rich.text import Text
 
-from openrl.settings import Value, load, reference
+from openrl.setting_table import reference
+from openrl.settings import Value, load
 from openrl_cli import console, options
 
 Markdown = Annotated[bool, typer.Option("--markdown", help="Print the page docs/configuration.md instead.")]

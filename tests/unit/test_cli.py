@@ -16,7 +16,7 @@ from typing import Any
 import pytest
 from typer.testing import CliRunner
 
-from openrl import settings, version
+from openrl import setting_table, settings, version
 from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady, Stopping
 from openrl.errors import ModelError, NotReady, OpenRLError, SettingsError, Unauthorized
 from openrl.types import DeviceReport
@@ -81,7 +81,7 @@ def test_config_tells_where_values_come_from(tmp_path: Path, monkeypatch: pytest
 
 
 def test_config_prints_the_page() -> None:
-    assert run("config", "--markdown") == settings.reference()
+    assert run("config", "--markdown") == setting_table.reference()
 
 
 # ---- models ----

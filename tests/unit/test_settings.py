@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from openrl import apikey, settings
+from openrl import apikey, setting_table, settings
 from openrl.errors import ModelError, SettingsError
 from openrl.models import aliases
 
@@ -144,7 +144,7 @@ def test_defaults_are_legal() -> None:
 def test_the_page_is_up_to_date() -> None:
     """Write it anew with: openrl config --markdown > docs/configuration.md"""
     page = Path(__file__).parents[2] / "docs" / "configuration.md"
-    assert page.read_text() == settings.reference()
+    assert page.read_text() == setting_table.reference()
 
 
 # ---- the API key ----
