@@ -10,14 +10,12 @@ import time
 from abc import ABC, abstractmethod
 from collections.abc import Generator
 from contextlib import contextmanager
-from http import HTTPStatus
 from pathlib import Path
-from typing import Any
 
 from openrl import apikey
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.layout import parse
-from openrl.errors import NotFound, OpenRLError
+from openrl.errors import NotFound
 from openrl.instance import InUse, owning
 from openrl.settings import Resolved
 from openrl.store import adoption, audit, checkpoints, retired
@@ -25,8 +23,7 @@ from openrl.store.checkpoints import Filter
 from openrl.store.reading import Connection, changing, reading, transaction
 from openrl.store.records import Checkpoint
 from openrl.types import SessionId
-
-_SECONDS = 60.0
+from openrl_cli.reach import Server
 
 
 class Shelf(ABC):
@@ -81,29 +78,16 @@ class OwnShelf(Shelf):
 class ServedShelf(Shelf):
     """A server runs at `url`: it makes the changes."""
 
-    def __init__(self, db: Connection, data_dir: Path, url: str, key: str) -> None:
+    def __init__(self, db: Connection, data_dir: Path, server: Server) -> None:
         super().__init__(db, data_dir)
-        self._url = url.replace("//0.0.0.0:", "//127.0.0.1:").replace("//[::]:", "//[::1]:")
-        self._key = key
+        self._server = server
 
     def delete(self, checkpoint: Checkpoint) -> None:
         address = f"{checkpoint.run_id}/checkpoints/{checkpoint.kind}/{checkpoint.name}"
-        self._call("DELETE", f"training_runs/{address}")
+        self._server.call("DELETE", f"training_runs/{address}")
 
     def adopt(self, checkpoint: Checkpoint) -> None:
-        self._call("POST", "checkpoints/adopt", {"folder": checkpoint.folder})
-
-    def _call(self, method: str, path: str, body: dict[str, Any] | None = None) -> None:
-        import httpx
-
-        try:
-            answer = httpx.request(
-                method, f"{self._url}/api/v1/{path}", json=body, headers={"X-API-Key": self._key}, timeout=_SECONDS
-            )
-        except httpx.HTTPError as error:
-            raise OpenRLError(f"the server at {self._url} does not answer: {error}.", "See: openrl status") from error
-        if answer.status_code >= HTTPStatus.BAD_REQUEST:
-            raise OpenRLError(f"the server at {self._url} refused: {answer.text}")
+        self._server.call("POST", "checkpoints/adopt", {"folder": checkpoint.folder})
 
 
 @contextmanager
@@ -118,4 +102,4 @@ def open_shelf(resolved: Resolved) -> Generator[Shelf]:
             raise
         key = resolved.api_key or apikey.api_key(data_dir)
         with reading(data_dir) as db:
-            yield ServedShelf(db, data_dir, used.url, key)
+            yield ServedShelf(db, data_dir, Server(used.url, key, data_dir=data_dir))

@@ -13,6 +13,11 @@ _FILE = "api_key"
 _FORM = re.compile(r"tml-[A-Za-z0-9_-]{8,}")  # the SDK refuses keys without the prefix
 
 
+def is_key(text: str) -> bool:
+    """Whether a text has the form of an API key."""
+    return _FORM.fullmatch(text) is not None
+
+
 def api_key(data_dir: Path) -> str:
     """The key in `<data_dir>/api_key`, made if it is missing. Raises SettingsError if the file holds something else."""
     path = data_dir / _FILE

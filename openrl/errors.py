@@ -41,6 +41,16 @@ class Unauthorized(OpenRLError):
     category: Category = "user"
 
 
+class InvalidToken(Unauthorized):
+    """A token that has expired or is not this server's: the client should exchange its key for a new one."""
+
+
+class Forbidden(OpenRLError):
+    """The API key is good, but not for this."""
+
+    category: Category = "user"
+
+
 class NotFound(OpenRLError):
     """The session, run, sampler, checkpoint or model does not exist."""
 
@@ -57,6 +67,16 @@ class TooLarge(OpenRLError):
     """The body is larger than the server takes."""
 
     category: Category = "user"
+
+
+class TooSlow(OpenRLError):
+    """The body did not arrive in time."""
+
+    category: Category = "user"
+
+
+class QuotaExceeded(BadRequest):
+    """The owner of the key has used up what it may have."""
 
 
 class Conflict(OpenRLError):

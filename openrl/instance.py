@@ -57,3 +57,11 @@ def owning(data_dir: Path) -> Generator[Owner]:
             yield owner
         finally:
             owner.announce("")
+
+
+def running_at(data_dir: Path) -> str | None:
+    """Where the server of a data folder listens, None if none does; a killed one may have left its address."""
+    try:
+        return (data_dir / _FILE).read_text().strip() or None
+    except OSError:
+        return None

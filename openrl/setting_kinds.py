@@ -105,6 +105,22 @@ class Folder:
 
 
 @dataclass(frozen=True, slots=True)
+class File:
+    """A file, which may come later: whoever reads it says so if it is not there. `~` is the home folder."""
+
+    words: str
+
+    def parse(self, raw: object) -> Path:
+        if not isinstance(raw, str | Path) or not str(raw) or Path(raw).expanduser().is_dir():
+            raise ValueError
+        return Path(raw).expanduser().absolute()
+
+    @property
+    def legal(self) -> str:
+        return self.words
+
+
+@dataclass(frozen=True, slots=True)
 class Names:
     """A list of words; as text they are separated by commas."""
 
@@ -142,6 +158,23 @@ class Pairs:
     @property
     def legal(self) -> str:
         return self.words
+
+
+@dataclass(frozen=True, slots=True)
+class Weights:
+    """PATTERN=WEIGHT pairs in order, given as `Pairs` are; in a TOML table the weights may also be numbers."""
+
+    def parse(self, raw: object) -> dict[str, float]:
+        if isinstance(raw, Mapping):
+            raw = {name: str(value) if isinstance(value, int | float) else value for name, value in raw.items()}
+        weights = {pattern: float(weight) for pattern, weight in Pairs("").parse(raw).items()}
+        if not all(0 < weight < math.inf for weight in weights.values()):
+            raise ValueError
+        return weights
+
+    @property
+    def legal(self) -> str:
+        return "PATTERN=WEIGHT pairs, weights above 0"
 
 
 def _split(text: str) -> list[str]:

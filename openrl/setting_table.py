@@ -9,7 +9,7 @@ from pathlib import Path
 import platformdirs
 
 from openrl.models import catalog
-from openrl.setting_kinds import Choice, Folder, Integer, Names, Number, Pairs, Text, ValueKind
+from openrl.setting_kinds import Choice, File, Folder, Integer, Names, Number, Pairs, Text, ValueKind, Weights
 
 ENV_PREFIX = "OPENRL_"
 _ANY = 1 << 40
@@ -28,8 +28,8 @@ class Setting:
 
     @property
     def env(self) -> str:
-        """Its variable: OPENRL_ and the last part of the key (log settings keep the table's name)."""
-        name = self.key if self.key.startswith("log.") else self.key.rpartition(".")[2]
+        """Its variable: OPENRL_ and the last part of the key (settings of log, remote and sharing keep the table's)."""
+        name = self.key if self.key.startswith(("log.", "remote.", "sharing.")) else self.key.rpartition(".")[2]
         return ENV_PREFIX + name.replace(".", "_").upper()
 
 
@@ -81,6 +81,44 @@ SETTINGS: tuple[Setting, ...] = (
         "How long a request for a result waits before the client is told to ask again.",
     ),
     Setting(
+        "server.keys_file",
+        File("a TOML file with [[key]] entries (docs/security.md)"),
+        None,
+        "Further API keys, kept by someone else such as a mounted secret; followed when the file changes.",
+        "--keys-file",
+    ),
+    Setting(
+        "server.shared_key",
+        Choice(("refuse", "allow")),
+        "refuse",
+        "Whether to listen beyond this machine when nobody has a key but the machine's own, which opens everything.",
+        "--allow-shared-key",
+    ),
+    Setting("server.tls_cert", File("a PEM file"), None, "Certificate (chain) to serve https with.", "--tls-cert"),
+    Setting("server.tls_key", File("a PEM file"), None, "Private key of the certificate.", "--tls-key"),
+    Setting(
+        "server.allowed_hosts",
+        Names("one or more host names"),
+        None,
+        "Names that clients may call the server by (`Host`). By default: on a loopback address those of this machine,"
+        " else any; addresses are always fine.",
+    ),
+    Setting(
+        "server.max_connections",
+        Integer(16, 1 << 20),
+        4000,
+        "Connections held at a time; further ones are closed (503).",
+    ),
+    Setting("server.max_head_bytes", Integer(4096, 1 << 20), 32768, "Largest request line and headers taken."),
+    Setting("server.head_seconds", Number(0.1, 3600), 30.0, "Seconds that a client may take to send its headers."),
+    Setting("server.body_seconds", Number(0.1, 86400), 150.0, "Seconds that a client may take to send a body."),
+    Setting(
+        "server.send_seconds",
+        Number(0.1, 3600),
+        60.0,
+        "Seconds that a client may leave an answer lying before its connection is closed.",
+    ),
+    Setting(
         "engine.backend",
         Choice(("auto", "cpu", "cuda", "mps", "remote")),
         "auto",
@@ -104,6 +142,13 @@ SETTINGS: tuple[Setting, ...] = (
     Setting("engine.max_sample_rows", Integer(1, 65536), 64, "Sequences that are decoded together."),
     Setting("engine.max_kv_tokens", Integer(16, _ANY), 65536, "Tokens that the KV cache may hold over all sequences."),
     Setting(
+        "engine.prefix_cache_tokens",
+        Integer(0, _ANY),
+        16384,
+        "Tokens of earlier samples whose keys and values are kept for prompts that begin with them, beside"
+        " `max_kv_tokens` and at the same price in memory each; 0 keeps none.",
+    ),
+    Setting(
         "daemon.session_timeout",
         Number(1, math.inf),
         600.0,
@@ -125,7 +170,84 @@ SETTINGS: tuple[Setting, ...] = (
     Setting(
         "daemon.max_inflight_samples", Integer(1, _ANY), 4096, "Waiting samples above which new ones are refused (429)."
     ),
-    Setting("daemon.shutdown_grace", Number(0, 3600), 30.0, "Seconds that running work gets to end at a shutdown."),
+    Setting(
+        "daemon.max_upload_bytes",
+        Integer(1 << 20, _ANY),
+        32 << 30,
+        "Largest checkpoint that `openrl push` may bring; larger ones get 413.",
+    ),
+    Setting(
+        "daemon.upload_ttl",
+        Number(60, math.inf),
+        86400.0,
+        "Seconds without a new byte after which an unfinished upload is dropped.",
+    ),
+    Setting(
+        "daemon.shutdown_grace",
+        Number(0, 3600),
+        30.0,
+        "Seconds from SIGTERM or Ctrl-C to the end of the process: running work ends, runs are written to the disk."
+        " What does not fit is replayed at the next start.",
+    ),
+    Setting(
+        "sharing.weights",
+        Weights(),
+        {},
+        "Shares of the device: a session has the weight of the first pattern (`*`, `?`) that matches `owner:` with its"
+        " key's owner, `project:` with its project or `tag:` with one of its tags (the client's words); else 1.",
+    ),
+    Setting(
+        "sharing.max_samples",
+        Integer(0, _ANY),
+        0,
+        "Samples that one session may have under way, above which it gets 429; 0 for any number.",
+    ),
+    Setting(
+        "remote.name",
+        Text(r"[A-Za-z0-9][A-Za-z0-9._-]{0,63}", "a remote's name (openrl remote list)"),
+        None,
+        "The server that `--backend remote` passes calls on to; by default the one of `openrl remote use`.",
+        "--remote",
+    ),
+    Setting(
+        "remote.url",
+        Text(r"https?://[^\s/]\S*", "http[s]://HOST[:PORT][/PATH]"),
+        None,
+        "The same by its URL, for one that has no name here.",
+        "--url",
+    ),
+    Setting(
+        "remote.token",
+        Text(r"[\x21-\x7e]+", "an API key"),
+        None,
+        "The key that the remote wants, where `openrl remote` knows none.",
+        secret=True,
+    ),
+    Setting(
+        "remote.routes",
+        Pairs("PATTERN=NAME pairs: base models by pattern (`*`, `?`), and the remote that serves them"),
+        {},
+        "Base models that go to a remote while this machine serves the others; the first pattern that matches counts.",
+        "--route",
+    ),
+    Setting(
+        "remote.patience",
+        Number(1, 290),
+        280.0,
+        "Seconds for which a request is sent again while the remote does not answer; the SDK waits for five minutes.",
+    ),
+    Setting(
+        "remote.memory_bytes",
+        Integer(1 << 20, _ANY),
+        64 << 20,
+        "Memory for requests that are kept for a remote; further ones are kept in files.",
+    ),
+    Setting(
+        "remote.disk_bytes",
+        Integer(0, _ANY),
+        1 << 30,
+        "Room for these files; when they fill it, new requests are refused for the moment (429, 503).",
+    ),
     Setting(
         "hub.datasets_dir",
         Folder(),

@@ -22,6 +22,7 @@ from openrl.setting_table import BY_KEY, ENV_PREFIX, SETTINGS, Setting
 from openrl.types import ModelSpec
 
 CONFIG_VARIABLE = "OPENRL_CONFIG"
+REMOTES_VARIABLE = "OPENRL_REMOTES"
 
 
 @dataclass(frozen=True, slots=True)
@@ -31,6 +32,16 @@ class ServerSettings:
     auth: str  # "key": every call needs the API key; "off": loopback only
     max_body_bytes: int
     long_poll_seconds: float  # at most 30
+    keys_file: Path | None = None
+    shared_key: str = "refuse"  # "allow": serve others with nothing but the machine's own key
+    tls_cert: Path | None = None
+    tls_key: Path | None = None
+    allowed_hosts: tuple[str, ...] | None = None
+    max_connections: int = 4000
+    max_head_bytes: int = 32768
+    head_seconds: float = 30.0
+    body_seconds: float = 150.0
+    send_seconds: float = 60.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,6 +52,7 @@ class EngineSettings:
     max_batch_tokens: int
     max_sample_rows: int
     max_kv_tokens: int
+    prefix_cache_tokens: int = 16384
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,12 +62,27 @@ class DaemonSettings:
     gap_timeout: float  # seconds a missing seq_id may keep later ones waiting (O7)
     snapshot_seconds: float  # how much training time a crash may have to replay
     max_inflight_samples: int  # above this, asample answers 429
-    shutdown_grace: float
+    shutdown_grace: float  # seconds from the signal to the end of the process
+    max_upload_bytes: int = 32 << 30  # of a checkpoint that is pushed here
+    upload_ttl: float = 86400.0  # seconds without a new byte after which an upload is dropped
 
 
 @dataclass(frozen=True, slots=True)
 class HubSettings:
     datasets_dir: Path | None = None  # ORG/NAME folders that the hub look-alike gives out
+
+
+@dataclass(frozen=True, slots=True)
+class RemoteSettings:
+    """What `--backend remote` and routes pass on, and how long and how much is kept for a remote that is away."""
+
+    name: str | None = None
+    url: str | None = None
+    token: str | None = None
+    routes: Mapping[str, str] = field(default_factory=dict[str, str])  # pattern on base models -> remote
+    patience: float = 280.0  # seconds; the SDK's own is 300
+    memory_bytes: int = 64 << 20
+    disk_bytes: int = 1 << 30
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,6 +93,14 @@ class BillingSettings:
     price_sample: float = 0.0  # a million drawn tokens
     price_train: float = 0.0  # a million tokens of forward and forward_backward
     price_storage: float = 0.0  # a gigabyte of checkpoints for 720 hours
+
+
+@dataclass(frozen=True, slots=True)
+class SharingSettings:
+    """Who gets how much when sessions compete for a device."""
+
+    weights: Mapping[str, float] = field(default_factory=dict[str, float])  # by pattern: "owner:*", "tag:x"
+    max_samples: int = 0  # of one session under way; 0: any number
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,6 +119,8 @@ class Settings:
     billing: BillingSettings = field(default_factory=BillingSettings)
     log: LogSettings = field(default_factory=LogSettings)
     hub: HubSettings = field(default_factory=HubSettings)
+    remote: RemoteSettings = field(default_factory=RemoteSettings)
+    sharing: SharingSettings = field(default_factory=SharingSettings)
 
 
 @dataclass(frozen=True, slots=True)
@@ -120,6 +157,17 @@ def config_file(env: Mapping[str, str]) -> Path | None:
     return default if default.is_file() else None
 
 
+def remotes_file() -> Path:
+    """Where the named remotes are kept: $OPENRL_REMOTES, else remotes.toml in the user's configuration folder."""
+    given = os.environ.get(REMOTES_VARIABLE)
+    return Path(given).expanduser() if given else platformdirs.user_config_path("openrl") / "remotes.toml"
+
+
+def variable(name: str) -> str | None:
+    """A variable of the environment that the user has named, such as the one that holds a remote's key."""
+    return os.environ.get(name)
+
+
 def resolve(flags: Mapping[str, object], env: Mapping[str, str], file: Path | None) -> Resolved:
     """Settings from flags by setting key (None: not given), variables, and a TOML file.
 
@@ -139,6 +187,8 @@ def resolve(flags: Mapping[str, object], env: Mapping[str, str], file: Path | No
         billing=BillingSettings(**_group(by_key, "billing")),
         log=LogSettings(**_group(by_key, "log")),
         hub=HubSettings(**_group(by_key, "hub")),
+        remote=RemoteSettings(**_group(by_key, "remote")),
+        sharing=SharingSettings(**_group(by_key, "sharing")),
     )
     _check_together(settings)
     return Resolved(settings, values, by_key["server.api_key"])
@@ -158,7 +208,7 @@ def _check_known(flags: Mapping[str, object], env: Mapping[str, str]) -> None:
     unknown = [key for key in flags if key not in BY_KEY]
     if unknown:
         raise SettingsError(f"unknown setting {unknown[0]!r} from a flag.", f"Known are: {', '.join(BY_KEY)}.")
-    variables = {setting.env for setting in SETTINGS} | {CONFIG_VARIABLE}
+    variables = {setting.env for setting in SETTINGS} | {CONFIG_VARIABLE, REMOTES_VARIABLE}
     unknown = sorted(name for name in env if name.startswith(ENV_PREFIX) and name not in variables)
     if unknown:
         raise SettingsError(
@@ -226,9 +276,20 @@ def _group(values: Mapping[str, Any], name: str, without: str = "") -> dict[str,
 
 
 def _check_together(settings: Settings) -> None:
-    server = settings.server
+    server, remote = settings.server, settings.remote
+    if remote.name is not None and remote.url is not None:
+        raise SettingsError("remote.name and remote.url both say which server is meant.", "Give one of them.")
+    if remote.routes and settings.engine.backend == "remote":
+        raise SettingsError(
+            "remote.routes sends some base models to a remote, but engine.backend 'remote' sends everything there.",
+            "Leave --route or --backend remote away.",
+        )
     if server.auth == "off" and not is_loopback(server.host):
         raise SettingsError(
             f"server.host {server.host!r} is reached from other machines, but server.auth is 'off'.",
             "Leave --no-auth away, or listen on 127.0.0.1.",
+        )
+    if (server.tls_cert is None) != (server.tls_key is None):
+        raise SettingsError(
+            "server.tls_cert and server.tls_key go together.", "Give both, or none to serve plain http."
         )

@@ -20,6 +20,12 @@ RunId = NewType("RunId", str)
 SamplerId = NewType("SamplerId", str)
 RequestId = NewType("RequestId", str)
 
+
+def session_of(identity: RunId | SamplerId | RequestId) -> SessionId:
+    """The session that a run, sampler or request belongs to: their ids begin with it, by convention of the wire."""
+    return SessionId(identity.partition(":")[0])
+
+
 IntArray = npt.NDArray[np.int32] | npt.NDArray[np.int64]
 FloatArray = npt.NDArray[np.float32]
 Array = npt.NDArray[Any]

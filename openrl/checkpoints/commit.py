@@ -39,6 +39,14 @@ class CheckpointFolders:
         self.commit_plain(staged, Path(checkpoint.folder))
         return complete
 
+    def size(self, staged: Path) -> int:
+        """Bytes of what is staged so far."""
+        return sum(path.stat().st_size for path in staged.iterdir())
+
+    def abandon(self, staged: Path) -> None:
+        """Remove what was staged and will not be committed."""
+        shutil.rmtree(staged)
+
     def commit_plain(self, staged: Path, folder: Path) -> None:
         """As `commit` for a folder without manifest (a snapshot)."""
         for path in staged.iterdir():

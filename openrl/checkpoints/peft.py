@@ -55,9 +55,9 @@ def write_adapter(into: Path, spec: LoraSpec, tensors: Mapping[str, Array], base
 
 def read_adapter(folder: Path) -> AdapterFolder:
     """Read what `write_adapter` or PEFT wrote. Raises `BadRequest` for what cannot be served as it was trained."""
-    config = _read_config(folder / CONFIG_FILE)
+    config = read_config(folder / CONFIG_FILE)
     tensors, metadata = _read(folder / ADAPTER_FILE)
-    named = {_layer_name(key): tensor for key, tensor in tensors.items()}
+    named = {layer_name(key): tensor for key, tensor in tensors.items()}
     leaves = {name.split(".")[-2] for name in named}
     spec = LoraSpec(
         rank=int(config["r"]),
@@ -98,7 +98,7 @@ def _config(spec: LoraSpec, tensors: Mapping[str, Array], base_model: str) -> di
     }
 
 
-def _read_config(file: Path) -> dict[str, Any]:
+def read_config(file: Path) -> dict[str, Any]:
     try:
         config = cast("dict[str, Any]", json.loads(file.read_text()))
     except (OSError, ValueError) as error:
@@ -115,7 +115,7 @@ def _read_config(file: Path) -> dict[str, Any]:
     return config
 
 
-def _layer_name(key: str) -> str:
+def layer_name(key: str) -> str:
     name = key.removeprefix(PREFIX).removesuffix(SUFFIX)
     legal = key.startswith(PREFIX) and key.endswith(SUFFIX) and name.count(".")
     if not legal or name.rpartition(".")[2] not in ("lora_A", "lora_B"):

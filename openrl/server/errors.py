@@ -16,12 +16,15 @@ from openrl.errors import (
     BadRequest,
     Busy,
     Conflict,
+    Forbidden,
     Gone,
+    InvalidToken,
     ModelError,
     NotFound,
     NotReady,
     OpenRLError,
     TooLarge,
+    TooSlow,
     Unauthorized,
 )
 
@@ -31,7 +34,9 @@ STATUS: Mapping[type[OpenRLError], int] = {
     Conflict: 400,
     ModelError: 400,
     Unauthorized: 401,
+    Forbidden: 403,
     NotFound: 404,
+    TooSlow: 408,
     Gone: 410,
     TooLarge: 413,
     Busy: 429,
@@ -58,7 +63,15 @@ def refusal(detail: str, status: int, headers: Mapping[str, str] | None = None) 
 async def on_openrl_error(request: Request, error: Exception) -> Response:
     """Starlette's handler for every `OpenRLError` that a route raises."""
     assert isinstance(error, OpenRLError)
+    if isinstance(error, Unauthorized):
+        return unauthorized(error)
     return refusal(str(error), status_of(error))
+
+
+def unauthorized(error: Unauthorized) -> Response:
+    """A 401; of a token one that makes the SDK exchange its key for a new one and repeat the call (T45)."""
+    invalid = {"www-authenticate": 'Bearer error="invalid_token"'} if isinstance(error, InvalidToken) else None
+    return refusal(str(error), 401, invalid)
 
 
 async def on_http_exception(request: Request, error: Exception) -> Response:

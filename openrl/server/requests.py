@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 from collections.abc import Callable, Coroutine, Sequence
 from dataclasses import dataclass
 from typing import Any, ParamSpec, TypeVar
@@ -11,8 +12,10 @@ from starlette.requests import Request
 
 from openrl.codec import decode_json
 from openrl.daemon.daemon import Daemon
+from openrl.daemon.tenancy import Tenant
 from openrl.daemon.work import Raw
-from openrl.errors import BadRequest, TooLarge, Unauthorized
+from openrl.errors import BadRequest, InvalidToken, TooLarge, Unauthorized
+from openrl.keys.principal import Principal
 from openrl.server.credentials import Credentials
 from openrl.settings import ServerSettings
 from openrl.wire.bodies import JSON
@@ -25,8 +28,23 @@ MAX_PAGE = 1000  # rows in one answer
 OFF_LOOP_BYTES = 64 * 1024  # from here on, encoding and decoding would hold up the event loop
 
 
-def daemon_of(request: Request) -> Daemon:
+def principal_of(request: Request) -> Principal:
+    """Whom the call comes from. Not for routes that need no key."""
+    return request.state.principal
+
+
+def daemon_of(request: Request) -> Tenant:
+    """The daemon as the caller may see it: what is someone else's does not exist there."""
+    return Tenant(bare_daemon(request), principal_of(request))
+
+
+def bare_daemon(request: Request) -> Daemon:
+    """The daemon itself: for routes of the server as a whole, and for those behind a signed URL."""
     return request.app.state.daemon
+
+
+def credentials_of(request: Request) -> Credentials:
+    return request.app.state.credentials
 
 
 def settings_of(request: Request) -> ServerSettings:
@@ -100,6 +118,18 @@ def query_int(request: Request, name: str, default: int, low: int, high: int) ->
     return min(value, high)
 
 
+def query_number(request: Request, name: str, default: float) -> float:
+    """A number from the query. Raises BadRequest."""
+    given = request.query_params.get(name)
+    try:
+        value = default if given is None else float(given)
+    except ValueError:
+        value = math.nan
+    if not math.isfinite(value):
+        raise BadRequest(f"{name} must be a number, got {given!r}")
+    return value
+
+
 def query_choice(request: Request, name: str, legal: Sequence[str]) -> str:
     """One of some words from the query; the first is the default. Raises BadRequest."""
     given = request.query_params.get(name, legal[0])
@@ -108,9 +138,9 @@ def query_choice(request: Request, name: str, legal: Sequence[str]) -> str:
     return given
 
 
-def check_scope(request: Request) -> None:
-    """One user owns all, so what is owned and what is accessible are the same (8.9)."""
-    query_choice(request, "access_scope", ("owned", "accessible"))
+def check_scope(request: Request) -> bool:
+    """Whether everything is wanted that the caller may read, rather than what it owns (8.9). Raises BadRequest."""
+    return query_choice(request, "access_scope", ("owned", "accessible")) == "accessible"
 
 
 def page_of(request: Request, limit: int = 20) -> tuple[int, int]:
@@ -119,25 +149,32 @@ def page_of(request: Request, limit: int = 20) -> tuple[int, int]:
     return query_int(request, "limit", limit, 1, MAX_PAGE), query_int(request, "offset", 0, 0, 1 << 40)
 
 
-def check_access_token(request: Request, token: str) -> None:
-    """A token that stands for another account's right to read weights. One account owns all of a server, so only its
-    own key or one of its tokens opens anything. Raises Unauthorized, which never repeats the token."""
+def reader_of(request: Request, token: str) -> str:
+    """As whom a weights access token lets read: it is another account's API key, or one of its tokens (7.3).
+
+    Raises Unauthorized, which never repeats the token.
+    """
     try:
-        credentials: Credentials = request.app.state.credentials
-        credentials.check(token)
+        return credentials_of(request).principal(token).reader
     except Unauthorized:
         raise Unauthorized(
-            "the weights access token is neither this server's API key nor one of its tokens.",
-            "Leave it out: all weights of this server are readable with its own key.",
+            "the weights access token is neither an API key of this server nor one of its tokens.",
+            "Leave it out for weights that your own key may read, and for published ones.",
         ) from None
 
 
 async def until_disconnect(request: Request, work: Coroutine[Any, Any, T]) -> T | None:
-    """`work`'s result, or None as soon as the client hangs up; nothing of it runs on afterwards."""
+    """`work`'s result, or None as soon as the client hangs up; nothing of it runs on afterwards.
+
+    Raises InvalidToken as soon as the caller's key is good no more, so that nobody hangs on after that.
+    """
     working = asyncio.create_task(work)
     hung_up = asyncio.create_task(_disconnected(request))
     try:
-        await asyncio.wait({working, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        with credentials_of(request).ring.holding(principal_of(request).key, working.cancel):
+            await asyncio.wait({working, hung_up}, return_when=asyncio.FIRST_COMPLETED)
+        if working.cancelled():
+            raise InvalidToken("the key of this call has been revoked or has expired.")
         return working.result() if working.done() else None
     finally:
         working.cancel()

@@ -6,12 +6,15 @@ import sqlite3
 import time
 from dataclasses import replace
 
+from openrl.keys.principal import LOCAL_OWNER
 from openrl.store import checkpoints, runs, sessions
 from openrl.store.records import Checkpoint, Run, RunState, Session, SessionState
 from openrl.types import SessionId
 
 
-def finished_session(identity: SessionId, origin: str, display_name: str, project: str | None = None) -> Session:
+def finished_session(
+    identity: SessionId, origin: str, display_name: str, project: str | None = None, owner: str = LOCAL_OWNER
+) -> Session:
     """A session that holds what came from elsewhere; nothing can be started in it. `origin` becomes its tag."""
     now = time.time()
     return Session(
@@ -25,6 +28,7 @@ def finished_session(identity: SessionId, origin: str, display_name: str, projec
         project_id=project,
         display_name=display_name,
         finish_reason="success",
+        owner=owner,
     )
 
 
@@ -41,6 +45,7 @@ def holding_run(checkpoint: Checkpoint, session: SessionId, origin: str) -> Run:
         created_at=now,
         last_request_at=now,
         reason=holds(origin, checkpoint.path),
+        owner=checkpoint.owner,
     )
 
 

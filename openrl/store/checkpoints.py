@@ -19,13 +19,15 @@ class Filter:
     now: float
     run: RunId | None = None
     hidden: Collection[CheckpointKind] = ()
+    owner: str | None = None
 
 
 def put(db: sqlite3.Connection, checkpoint: Checkpoint) -> None:
     """Insert a checkpoint, or point its name at a new folder."""
     db.execute(
         "INSERT OR REPLACE INTO checkpoints (path, run_id, kind, name, folder, base_model, spec, size_bytes,"
-        " created_at, expires_at, user_metadata, ephemeral, public) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        " created_at, expires_at, user_metadata, ephemeral, public, owner)"
+        " VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             checkpoint.path,
             checkpoint.run_id,
@@ -40,6 +42,7 @@ def put(db: sqlite3.Connection, checkpoint: Checkpoint) -> None:
             json.dumps(dict(checkpoint.user_metadata)),
             checkpoint.ephemeral,
             checkpoint.public,
+            checkpoint.owner,
         ),
     )
 
@@ -104,7 +107,17 @@ def _where(wanted: Filter) -> tuple[str, tuple[object, ...]]:
     marks = ", ".join("?" * len(wanted.hidden))
     where = f"NOT ephemeral AND (expires_at IS NULL OR expires_at > ?) AND kind NOT IN ({marks})"
     values = (wanted.now, *wanted.hidden)
-    return (where, values) if wanted.run is None else (f"{where} AND run_id = ?", (*values, wanted.run))
+    if wanted.run is not None:
+        where, values = f"{where} AND run_id = ?", (*values, wanted.run)
+    if wanted.owner is not None:
+        where, values = f"{where} AND owner = ?", (*values, wanted.owner)
+    return where, values
+
+
+def bytes_of(db: sqlite3.Connection, owner: str) -> int:
+    """What an owner's checkpoints take, those that only samplers use included."""
+    row = db.execute("SELECT coalesce(sum(size_bytes), 0) FROM checkpoints WHERE owner = ?", (owner,)).fetchone()
+    return int(row[0])
 
 
 def _checkpoint(row: sqlite3.Row) -> Checkpoint:
@@ -122,4 +135,5 @@ def _checkpoint(row: sqlite3.Row) -> Checkpoint:
         user_metadata=json.loads(row["user_metadata"]),
         ephemeral=bool(row["ephemeral"]),
         public=bool(row["public"]),
+        owner=row["owner"],
     )

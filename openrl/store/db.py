@@ -6,6 +6,7 @@ import asyncio
 import queue
 import sqlite3
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,13 +23,17 @@ _MAX_GROUP = 256  # jobs in one transaction: bounds how long the first of them w
 
 @dataclass(slots=True)
 class _Queued:
+    """A job and who waits for it: on `loop`, or, where that is None, in some thread."""
+
     job: Job[Any]
-    future: Future[Any]
+    future: Future[Any] | asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop | None = None
 
 
 @dataclass(slots=True)
 class _Outcome:
-    future: Future[Any]
+    future: Future[Any] | asyncio.Future[Any]
+    loop: asyncio.AbstractEventLoop | None
     value: Any = None
     error: Exception | None = None
 
@@ -56,6 +61,7 @@ class Database:
         self._connection.execute("PRAGMA foreign_keys=ON")
         self._connection.create_function("casefold", 1, str.casefold, deterministic=True)
         migrate(self._connection)
+        self.on_commit: Callable[[float], None] = lambda _seconds: None  # told of each transaction, on the store thread
         self._jobs: queue.SimpleQueue[_Queued | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._work, name="openrl-store", daemon=True)
         self._thread.start()
@@ -63,8 +69,11 @@ class Database:
     async def run(self, job: Job[T]) -> T:
         """Run a job on the store thread; returns once its transaction is committed. The job's exception is raised here,
         and what it had written is rolled back, without disturbing others in the same commit."""
+        loop = asyncio.get_running_loop()
+        future: asyncio.Future[T] = loop.create_future()
+        self._jobs.put(_Queued(job, future, loop))
         # Shielded: a caller that gives up (a client that hangs up) must not cancel a write half-way through.
-        return await asyncio.shield(asyncio.wrap_future(self.submit(job)))
+        return await asyncio.shield(future)
 
     def submit(self, job: Job[T]) -> Future[T]:
         """As `run`, for callers outside the event loop."""
@@ -96,7 +105,7 @@ class Database:
                 return
 
     def _commit(self, group: list[_Queued]) -> None:
-        connection = self._connection
+        connection, started = self._connection, time.perf_counter()
         try:
             connection.execute("BEGIN IMMEDIATE")
             outcomes = [_attempt(connection, queued) for queued in group]
@@ -104,9 +113,28 @@ class Database:
         except sqlite3.Error as error:  # a full disk, say: nothing of the group is durable, so everyone must hear it
             if connection.in_transaction:
                 connection.execute("ROLLBACK")
-            outcomes = [_Outcome(queued.future, error=error) for queued in group]
-        for outcome in outcomes:
-            outcome.deliver()
+            outcomes = [_Outcome(queued.future, queued.loop, error=error) for queued in group]
+        self.on_commit(time.perf_counter() - started)
+        _hand_out(outcomes)
+
+
+def _hand_out(outcomes: list[_Outcome]) -> None:
+    """Tell those who wait: those on one loop by a single call, since each wakes the loop by a write to a socket."""
+    loops = {outcome.loop for outcome in outcomes}
+    for loop in loops:
+        mine = [outcome for outcome in outcomes if outcome.loop is loop]
+        if loop is None:
+            _deliver(mine)
+            continue
+        try:
+            loop.call_soon_threadsafe(_deliver, mine)
+        except RuntimeError:  # the loop is closed: nobody waits any more
+            continue
+
+
+def _deliver(outcomes: list[_Outcome]) -> None:
+    for outcome in outcomes:
+        outcome.deliver()
 
 
 def _attempt(connection: sqlite3.Connection, queued: _Queued) -> _Outcome:
@@ -115,7 +143,7 @@ def _attempt(connection: sqlite3.Connection, queued: _Queued) -> _Outcome:
         value = queued.job(connection)
     except Exception as error:  # noqa: BLE001 - the job's own error, handed to whoever queued it
         connection.execute("ROLLBACK TO job")
-        return _Outcome(queued.future, error=error)
+        return _Outcome(queued.future, queued.loop, error=error)
     finally:
         connection.execute("RELEASE job")
-    return _Outcome(queued.future, value=value)
+    return _Outcome(queued.future, queued.loop, value=value)

@@ -37,12 +37,19 @@ def m005_completions(db: sqlite3.Connection) -> None:
         db.execute(statement)
 
 
+def m006_owners(db: sqlite3.Connection) -> None:
+    """API keys, and to whom things belong; what was there before belongs to the machine's owner."""
+    for statement in _OWNERS:
+        db.execute(statement)
+
+
 MIGRATIONS: list[Callable[[sqlite3.Connection], None]] = [
     m001_initial,
     m002_metering,
     m003_checkpoint_life,
     m004_custom_losses,
     m005_completions,
+    m006_owners,
 ]
 
 
@@ -165,4 +172,30 @@ _COMPLETIONS = (
         UPDATE samplers SET completions = completions + 1 WHERE id = NEW.scope;
         UPDATE requests SET completion = (SELECT completions FROM samplers WHERE id = NEW.scope) WHERE id = NEW.id;
     END""",
+)
+
+_LOCAL = "TEXT NOT NULL DEFAULT 'local'"
+
+_OWNERS = (
+    f"ALTER TABLE sessions ADD COLUMN owner {_LOCAL}",
+    f"ALTER TABLE runs ADD COLUMN owner {_LOCAL}",
+    f"ALTER TABLE checkpoints ADD COLUMN owner {_LOCAL}",
+    f"ALTER TABLE storage ADD COLUMN owner {_LOCAL}",
+    f"ALTER TABLE audit ADD COLUMN owner {_LOCAL}",
+    "CREATE INDEX sessions_of_owner ON sessions (owner, created_at DESC, id DESC)",
+    "CREATE INDEX runs_of_owner ON runs (owner, created_at DESC, id DESC)",
+    "CREATE INDEX checkpoints_of_owner ON checkpoints (owner, created_at DESC, path)",
+    "DROP TRIGGER checkpoint_stored",
+    f"""CREATE TRIGGER checkpoint_stored AFTER INSERT ON checkpoints BEGIN
+        UPDATE storage SET to_at = {_NOW} WHERE path = NEW.path AND to_at IS NULL;
+        INSERT INTO storage (path, run_id, base_model, size_bytes, owner, from_at)
+        VALUES (NEW.path, NEW.run_id, NEW.base_model, NEW.size_bytes, NEW.owner, max(
+            NEW.created_at, coalesce((SELECT max(to_at) FROM storage WHERE path = NEW.path), 0)));
+    END""",
+    # Of a key only its hash is kept. Scopes are separated by spaces.
+    """CREATE TABLE keys (
+        digest TEXT PRIMARY KEY, owner TEXT NOT NULL, scopes TEXT NOT NULL, note TEXT NOT NULL,
+        created_at REAL NOT NULL, expires_at REAL, revoked_at REAL,
+        max_runs INTEGER, max_tokens_per_day INTEGER, max_checkpoint_bytes INTEGER
+    ) STRICT""",
 )

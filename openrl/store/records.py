@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 from enum import StrEnum
 from typing import Any
 
+from openrl.keys.principal import LOCAL_OWNER
 from openrl.types import CheckpointKind, LoraSpec, Op, RequestId, RunId, SamplerId, SessionId
 
 DEFAULT_PROJECT = "default"  # of sessions that named none
@@ -46,6 +47,7 @@ class Session:
     display_name: str | None
     finish_reason: str | None = None  # success | errored | interrupted, once FINISHED
     finish_detail: str | None = None
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -61,6 +63,7 @@ class Run:
     created_at: float
     last_request_at: float
     reason: str = ""  # why it is BROKEN
+    owner: str = LOCAL_OWNER  # its session's
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,6 +95,7 @@ class Checkpoint:
     user_metadata: Mapping[str, str]
     ephemeral: bool = False
     public: bool = False
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -162,7 +166,7 @@ class SessionFilter:
 
     `session_id` and `words` (each somewhere in the display name, whatever the case) are alternatives. `statuses` are
     states, FINISHED ones narrowed to the reasons given with it. `metadata` pairs are compared as text. `before` is
-    creation time and id of the last session of the page before.
+    creation time and id of the last session of the page before. `owners` are whose sessions they may be.
     """
 
     session_id: SessionId | None = None
@@ -171,6 +175,7 @@ class SessionFilter:
     metadata: Mapping[str, str] = field(default_factory=dict[str, str])
     statuses: tuple[tuple[SessionState, tuple[str, ...]], ...] | None = None
     before: tuple[float, str] | None = None
+    owners: tuple[str, ...] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -208,3 +213,4 @@ class AuditEntry:
     path: str | None
     purpose: str | None
     details: Mapping[str, Any]
+    owner: str = LOCAL_OWNER  # of what it happened to

@@ -25,7 +25,7 @@ def insert(db: sqlite3.Connection, run: Run) -> bool:
     """Insert a run; False if it was there."""
     cursor = db.execute(
         "INSERT INTO runs (id, session_id, base_model, spec, state, user_metadata, created_at, last_request_at, reason,"
-        " next_seq, snapshot_folder, snapshot_seq) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, 0)"
+        " next_seq, snapshot_folder, snapshot_seq, owner) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, 0, NULL, 0, ?)"
         " ON CONFLICT (id) DO NOTHING",
         (
             run.id,
@@ -37,6 +37,7 @@ def insert(db: sqlite3.Connection, run: Run) -> bool:
             run.created_at,
             run.last_request_at,
             run.reason,
+            run.owner,
         ),
     )
     return cursor.rowcount == 1
@@ -90,18 +91,23 @@ _IN_PROJECT = (
 )
 
 
-def newest(db: sqlite3.Connection, limit: int, offset: int, project: str | None) -> list[Run]:
-    """A page of runs, newest first; `project` keeps those whose session is in it now."""
+def newest(db: sqlite3.Connection, limit: int, offset: int, project: str | None, owner: str | None = None) -> list[Run]:
+    """A page of runs, newest first; `project` keeps those whose session is in it now, `owner` those of one."""
+    where, values = _where(project, owner)
     rows = db.execute(
-        f"SELECT * FROM runs WHERE {_IN_PROJECT} ORDER BY created_at DESC, id DESC LIMIT ? OFFSET ?",
-        (project, DEFAULT_PROJECT, project, limit, offset),
+        f"SELECT * FROM runs WHERE {where} ORDER BY created_at DESC, id DESC LIMIT ? OFFSET ?", (*values, limit, offset)
     )
     return [_run(row) for row in rows]
 
 
-def count(db: sqlite3.Connection, project: str | None) -> int:
-    row = db.execute(f"SELECT count(*) FROM runs WHERE {_IN_PROJECT}", (project, DEFAULT_PROJECT, project)).fetchone()
-    return int(row[0])
+def count(db: sqlite3.Connection, project: str | None, owner: str | None = None) -> int:
+    where, values = _where(project, owner)
+    return int(db.execute(f"SELECT count(*) FROM runs WHERE {where}", values).fetchone()[0])
+
+
+def _where(project: str | None, owner: str | None) -> tuple[str, tuple[object, ...]]:
+    where, values = _IN_PROJECT, (project, DEFAULT_PROJECT, project)
+    return (where, values) if owner is None else (f"owner = ? AND {where}", (owner, *values))
 
 
 def encode_spec(spec: LoraSpec) -> str:
@@ -127,4 +133,5 @@ def _run(row: sqlite3.Row) -> Run:
         created_at=row["created_at"],
         last_request_at=row["last_request_at"],
         reason=row["reason"],
+        owner=row["owner"],
     )

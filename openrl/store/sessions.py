@@ -18,7 +18,7 @@ def insert(db: sqlite3.Connection, session: Session, idempotency_key: str | None
             return SessionId(row["id"])
     db.execute(
         "INSERT INTO sessions (id, state, created_at, last_seen, sdk_version, tags, user_metadata, project_id,"
-        " display_name, idempotency_key) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
+        " display_name, idempotency_key, owner) VALUES (?, ?, ?, ?, ?, ?, ?, ?, ?, ?, ?)",
         (
             session.id,
             session.state,
@@ -30,6 +30,7 @@ def insert(db: sqlite3.Connection, session: Session, idempotency_key: str | None
             session.project_id,
             session.display_name,
             idempotency_key,
+            session.owner,
         ),
     )
     return session.id
@@ -57,8 +58,13 @@ def get(db: sqlite3.Connection, session: SessionId) -> Session | None:
     return None if row is None else _session(row)
 
 
-def newest_ids(db: sqlite3.Connection, limit: int, offset: int) -> list[SessionId]:
-    rows = db.execute("SELECT id FROM sessions ORDER BY created_at DESC, id DESC LIMIT ? OFFSET ?", (limit, offset))
+def newest_ids(db: sqlite3.Connection, limit: int, offset: int, owner: str | None = None) -> list[SessionId]:
+    """A page of sessions, newest first; `owner` narrows to one."""
+    where, values = ("1", ()) if owner is None else ("owner = ?", (owner,))
+    rows = db.execute(
+        f"SELECT id FROM sessions WHERE {where} ORDER BY created_at DESC, id DESC LIMIT ? OFFSET ?",
+        (*values, limit, offset),
+    )
     return [SessionId(row["id"]) for row in rows]
 
 
@@ -99,6 +105,8 @@ def _where(db: sqlite3.Connection, wanted: SessionFilter) -> tuple[str, list[obj
     if wanted.statuses is not None:
         states = [_status(state, reasons) for state, reasons in wanted.statuses]
         need(f"({' OR '.join(clause for clause, _ in states) or '0'})", *(v for _, vs in states for v in vs))
+    if wanted.owners is not None:
+        need(f"owner IN ({', '.join('?' * len(wanted.owners))})", *wanted.owners)
     if wanted.before is not None:
         at, identity = wanted.before
         last = get(db, SessionId(identity))  # its time is exact, the cursor's was rounded
@@ -125,4 +133,5 @@ def _session(row: sqlite3.Row) -> Session:
         display_name=row["display_name"],
         finish_reason=row["finish_reason"],
         finish_detail=row["finish_detail"],
+        owner=row["owner"],
     )

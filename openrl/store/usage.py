@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 
+from openrl.keys.principal import LOCAL_OWNER
 from openrl.store.records import DEFAULT_PROJECT
 from openrl.types import SessionId
 
@@ -34,6 +35,7 @@ class Usage:
     base_model: str
     kind: Kind
     amount: float
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,6 +47,7 @@ class Stored:
     size_bytes: int
     from_at: float
     to_at: float | None
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,6 +57,7 @@ class ProjectStorage:
     project_id: str
     count: int
     size_bytes: int
+    owner: str = LOCAL_OWNER
 
 
 def add(db: sqlite3.Connection, session: SessionId, base_model: str, amounts: Mapping[Kind, float], now: float) -> None:
@@ -66,12 +70,13 @@ def add(db: sqlite3.Connection, session: SessionId, base_model: str, amounts: Ma
     )
 
 
-def between(db: sqlite3.Connection, start: float, end: float) -> list[Usage]:
-    """Sums of the hours that began in [start, end), oldest hour first."""
+def between(db: sqlite3.Connection, start: float, end: float, owner: str | None = None) -> list[Usage]:
+    """Sums of the hours that began in [start, end), oldest hour first; `owner` narrows to one."""
     rows = db.execute(
-        "SELECT usage.*, coalesce(sessions.project_id, ?) AS project FROM usage"
-        " LEFT JOIN sessions ON sessions.id = usage.session_id WHERE hour >= ? AND hour < ? ORDER BY hour",
-        (DEFAULT_PROJECT, start, end),
+        "SELECT usage.*, coalesce(sessions.project_id, ?) AS project, coalesce(sessions.owner, ?) AS owner FROM usage"
+        " LEFT JOIN sessions ON sessions.id = usage.session_id WHERE hour >= ? AND hour < ?"
+        " AND (? IS NULL OR coalesce(sessions.owner, ?) = ?) ORDER BY hour",
+        (DEFAULT_PROJECT, LOCAL_OWNER, start, end, owner, LOCAL_OWNER, owner),
     )
     return [
         Usage(
@@ -81,29 +86,46 @@ def between(db: sqlite3.Connection, start: float, end: float) -> list[Usage]:
             base_model=row["base_model"],
             kind=Kind(row["kind"]),
             amount=row["amount"],
+            owner=row["owner"],
         )
         for row in rows
     ]
 
 
-def stored_between(db: sqlite3.Connection, start: float, end: float) -> list[Stored]:
-    """Spans of stored bytes that touch [start, end)."""
+def tokens_by_owner(db: sqlite3.Connection, start: float) -> dict[str, float]:
+    """Tokens trained, read as prompts and drawn since the hour that began at `start`."""
+    rows = db.execute(
+        "SELECT coalesce(sessions.owner, ?) AS owner, sum(amount) AS tokens FROM usage"
+        " LEFT JOIN sessions ON sessions.id = usage.session_id WHERE hour >= ? AND kind IN (?, ?, ?) GROUP BY 1",
+        (LOCAL_OWNER, start, Kind.TRAIN, Kind.PREFILL, Kind.SAMPLE),
+    )
+    return {row["owner"]: row["tokens"] for row in rows}
+
+
+def stored_between(db: sqlite3.Connection, start: float, end: float, owner: str | None = None) -> list[Stored]:
+    """Spans of stored bytes that touch [start, end); `owner` narrows to one."""
     rows = db.execute(
         "SELECT storage.*, coalesce(sessions.project_id, ?) AS project FROM storage"
         " LEFT JOIN runs ON runs.id = storage.run_id LEFT JOIN sessions ON sessions.id = runs.session_id"
-        " WHERE (storage.to_at IS NULL OR storage.to_at > ?) AND storage.from_at < ?",
-        (DEFAULT_PROJECT, start, end),
+        " WHERE (storage.to_at IS NULL OR storage.to_at > ?) AND storage.from_at < ?"
+        " AND (? IS NULL OR storage.owner = ?)",
+        (DEFAULT_PROJECT, start, end, owner, owner),
     )
-    return [Stored(row["base_model"], row["project"], row["size_bytes"], row["from_at"], row["to_at"]) for row in rows]
+    return [
+        Stored(row["base_model"], row["project"], row["size_bytes"], row["from_at"], row["to_at"], row["owner"])
+        for row in rows
+    ]
 
 
-def stored_now(db: sqlite3.Connection, project: str | None) -> list[ProjectStorage]:
-    """Checkpoints on disk by project, those that only samplers use included; `project` narrows to one."""
+def stored_now(db: sqlite3.Connection, project: str | None, owner: str | None = None) -> list[ProjectStorage]:
+    """Checkpoints on disk by project and owner, those that only samplers use included; both narrow to one."""
     rows = db.execute(
-        "SELECT coalesce(sessions.project_id, ?) AS project, count(*) AS count, sum(checkpoints.size_bytes) AS bytes"
+        "SELECT coalesce(sessions.project_id, ?) AS project, count(*) AS count, sum(checkpoints.size_bytes) AS bytes,"
+        " checkpoints.owner AS owner"
         " FROM checkpoints LEFT JOIN runs ON runs.id = checkpoints.run_id"
         " LEFT JOIN sessions ON sessions.id = runs.session_id"
-        " WHERE ? IS NULL OR coalesce(sessions.project_id, ?) = ? GROUP BY 1 ORDER BY 1",
-        (DEFAULT_PROJECT, project, DEFAULT_PROJECT, project),
+        " WHERE (? IS NULL OR coalesce(sessions.project_id, ?) = ?) AND (? IS NULL OR checkpoints.owner = ?)"
+        " GROUP BY 1, 4 ORDER BY 1, 4",
+        (DEFAULT_PROJECT, project, DEFAULT_PROJECT, project, owner, owner),
     )
-    return [ProjectStorage(row["project"], row["count"], row["bytes"]) for row in rows]
+    return [ProjectStorage(row["project"], row["count"], row["bytes"], row["owner"]) for row in rows]

@@ -203,13 +203,18 @@ class SaveExternalBody:
 
 @dataclass(frozen=True, slots=True)
 class LoadAddressBody:
-    """Both ways to address `load_weights` (7.3): into an existing model, or to create one in a session."""
+    """Both ways to address `load_weights` (7.3): into an existing model, or to create one in a session.
+
+    `openrl_reader` is what the server itself puts in the place of the token before the body is stored.
+    """
 
     model_id: str | None = None
     seq_id: Sequence64 | None = None
     session_id: str | None = None
     model_seq_id: Sequence64 | None = None
+    path: Any = None  # whatever it is: a wrong one fails the future, not the call
     weights_access_token: str | None = None
+    openrl_reader: Any = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -219,10 +224,11 @@ class LoadWeightsBody:
     base_model: str | None = None
     user_metadata: dict[str, Any] | None = None
     optimizer_config: dict[str, Any] | None = None
+    openrl_reader: str | None = None
 
     def to_load(self) -> LoadState:
         check_optimizer(self.optimizer_config or {"type": "adamw"}, "optimizer_config")
-        return LoadState(self.path, bool(self.optimizer))
+        return LoadState(self.path, bool(self.optimizer), self.openrl_reader)
 
 
 @dataclass(frozen=True, slots=True)

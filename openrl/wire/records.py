@@ -23,7 +23,7 @@ from openrl.store.records import (
     SessionSummary,
 )
 from openrl.types import SessionId
-from openrl.wire.identity import EMAIL, USER, USER_NAME
+from openrl.wire.identity import email, owner_of_urn, user_urn
 from openrl.wire.replies import checkpoint, timestamp, training_run
 
 _HOUR = 3600
@@ -36,9 +36,15 @@ class OwnerBody:
     type: Literal["own", "accessible", "user"]
     owner_urns: list[str] | None = None
 
-    @property
-    def covers_us(self) -> bool:
-        return self.type != "user" or USER in (self.owner_urns or ())
+    def owners(self, asking: str) -> tuple[str, ...] | None:
+        """Whose sessions are wanted by `asking`; None: all that it may see."""
+        match self.type:
+            case "own":
+                return (asking,)
+            case "accessible":
+                return None
+            case "user":
+                return tuple(owner_of_urn(urn) for urn in self.owner_urns or ())
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,16 +80,15 @@ class SearchBody:
     limit: Annotated[int, Field(ge=1, le=200)] | None = None
     cursor: CursorBody | None = None
 
-    def to_filter(self) -> SessionFilter | None:
-        """None: nothing can match."""
-        if self.owner is not None and not self.owner.covers_us:
-            return None
+    def to_filter(self, asking: str) -> SessionFilter:
+        """What is wanted by the owner `asking`, whose own sessions are meant unless the body says otherwise."""
         return SessionFilter(
             session_id=None if self.session_id is None else SessionId(self.session_id),
             words=tuple((self.display_name or "").split()),
             projects=None if self.project_ids is None else tuple(self.project_ids),
             metadata=self.user_metadata or {},
             statuses=None if self.statuses is None else tuple(s for b in self.statuses if (s := b.state())),
+            owners=(self.owner or OwnerBody("own")).owners(asking),
             before=None if (c := self.cursor) is None else (c.last_created_at.timestamp(), c.last_session_id),
         )
 
@@ -135,7 +140,7 @@ def _summary(summary: SessionSummary) -> dict[str, Any]:
     answer: dict[str, Any] = {
         "session_id": found.id,
         "created_at": timestamp(found.created_at),
-        "owner": USER,
+        "owner": user_urn(found.owner),
         "project_id": found.project_id or DEFAULT_PROJECT,
         "checkpoints_count": summary.checkpoints,
         "checkpoint_storage_bytes": summary.checkpoint_bytes,
@@ -184,7 +189,7 @@ def _audit_entry(entry: AuditEntry) -> dict[str, Any]:
     answer = {
         "timestamp": timestamp(entry.at),
         "event": entry.event,
-        "event_details": {"user": USER, **known, **entry.details},
+        "event_details": {"user": user_urn(entry.owner), **known, **entry.details},
     }
     if entry.event.startswith("checkpoint_"):
         answer |= {name: known[name] for name in ("model_id", "tinker_path", "purpose") if name in known}
@@ -205,8 +210,8 @@ def _usage_event(event: UsageEvent) -> dict[str, Any]:
     answer: dict[str, Any] = {
         **_bucket(event.hour),
         "base_model": event.base_model,
-        "user_id": USER,
-        "user_name": USER_NAME,
+        "user_id": user_urn(event.owner),
+        "user_name": event.owner,
         "project_id": event.project_id,
         "event_info": info,
     }
@@ -249,9 +254,9 @@ def storage(bills: Iterable[StorageBill], rate: float) -> dict[str, Any]:
         "data": [
             {
                 "project_id": row.project_id,
-                "org_user_urn": USER,
-                "user_email": EMAIL,
-                "user_name": USER_NAME,
+                "org_user_urn": user_urn(row.owner),
+                "user_email": email(row.owner),
+                "user_name": row.owner,
                 "checkpoint_count": row.count,
                 "size_bytes": row.size_bytes,
                 "size_gigabytes": row.size_bytes / 1e9,

@@ -13,7 +13,7 @@ from openrl.codec import as_text
 from openrl.daemon.work import ModelStatus, Pending
 from openrl.store.records import Checkpoint, Completion, Run, RunState, Sampler
 from openrl.types import CheckpointKind, RequestId
-from openrl.wire.identity import USER
+from openrl.wire.identity import user_urn
 
 # Switched on is only what is served (2.2). Values that the SDK has as defaults are stated where they matter to us.
 CLIENT_CONFIG: Mapping[str, Any] = {
@@ -119,7 +119,7 @@ def training_run(run: Run) -> dict[str, Any]:
     return {
         "training_run_id": run.id,
         "base_model": run.base_model,
-        "model_owner": USER,
+        "model_owner": user_urn(run.owner),
         "is_lora": True,
         "lora_rank": run.spec.rank,
         "corrupted": run.state is RunState.BROKEN,

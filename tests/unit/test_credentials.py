@@ -9,9 +9,10 @@ from pathlib import Path
 
 import pytest
 
-from openrl.errors import SettingsError, Unauthorized
+from openrl.errors import InvalidToken, SettingsError, Unauthorized
+from openrl.keys.ring import Keyring
 from openrl.server.app import create_app
-from openrl.server.credentials import Credentials, InvalidToken
+from openrl.server.credentials import Credentials
 from openrl.server.signing import Signer, signing_key
 from support.fake_daemon import FakeDaemon, server_settings
 from support.http import KEY, Http
@@ -21,6 +22,17 @@ SECRET = b"s" * 32
 
 def app(key: str = KEY, secret: bytes = SECRET, **settings: str) -> Http:
     return Http(create_app(FakeDaemon().as_daemon, server_settings(**settings), key, secret), key=None)
+
+
+def credentials(key: str = KEY, secret: bytes = SECRET) -> Credentials:
+    ring = Keyring()
+    ring.set_machine(key)
+    return Credentials(ring, secret)
+
+
+def issued(key: str = KEY, secret: bytes = SECRET, lifetime: float = 3600) -> str:
+    giving = credentials(key, secret)
+    return giving.issue(giving.principal(key), lifetime)
 
 
 def claims(jwt: str) -> dict[str, object]:
@@ -42,7 +54,7 @@ def test_a_key_is_exchanged_for_a_token_that_opens_everything() -> None:
 
 def test_t44_a_token_lives_for_hours() -> None:
     """T44: less than a minute to its end would cost an exchange before each call."""
-    found = claims(Credentials(KEY, SECRET).issue())
+    found = claims(issued())
     assert float(str(found["exp"])) - float(str(found["iat"])) >= 3600
     assert abs(float(str(found["iat"])) - time.time()) < 5
 
@@ -50,14 +62,14 @@ def test_t44_a_token_lives_for_hours() -> None:
 @pytest.mark.parametrize("kind", ["expired", "forged", "other_secret", "other_key", "torn"])
 def test_t45_a_bad_token_is_called_invalid(kind: str) -> None:
     """T45: only with error="invalid_token" does the SDK exchange its key once more."""
-    good = Credentials(KEY, SECRET)
-    head, _, tail = good.issue().split(".")
+    good = credentials()
+    head, _, tail = issued().split(".")
     payload = base64.urlsafe_b64encode(json.dumps({"exp": time.time() + 999}).encode()).decode().rstrip("=")
     token = {
-        "expired": good.issue(-1),
+        "expired": issued(lifetime=-1),
         "forged": f"{head}.{payload}.{tail}",
-        "other_secret": Credentials(KEY, b"x" * 32).issue(),
-        "other_key": Credentials("tml-another-key", SECRET).issue(),
+        "other_secret": issued(secret=b"x" * 32),
+        "other_key": issued("tml-another-key"),
         "torn": "eyJ.x",
     }[kind]
     answer = app().get("status", headers={"x-api-key": token})
@@ -65,7 +77,7 @@ def test_t45_a_bad_token_is_called_invalid(kind: str) -> None:
     assert answer.headers["www-authenticate"] == 'Bearer error="invalid_token"'
     assert "exchange" in answer.json()["detail"]
     with pytest.raises(InvalidToken):
-        good.check(token)
+        good.principal(token)
 
 
 def test_a_bad_key_is_final() -> None:
@@ -76,7 +88,7 @@ def test_a_bad_key_is_final() -> None:
             assert answer.status_code == 401
             assert "www-authenticate" not in answer.headers
     with pytest.raises(Unauthorized):
-        Credentials(KEY, SECRET).check("ключ")
+        credentials().principal("ключ")
 
 
 def test_an_alg_none_token_opens_nothing() -> None:

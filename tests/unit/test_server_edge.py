@@ -9,17 +9,21 @@ from openrl.errors import (
     BadRequest,
     Busy,
     Conflict,
+    Forbidden,
     Gone,
     ModelError,
     NotFound,
     NotReady,
     OpenRLError,
     OutOfMemory,
+    QuotaExceeded,
     TooLarge,
+    TooSlow,
     Unauthorized,
     WorkerDied,
 )
-from openrl.server.app import create_app
+from openrl.server.access import GuardedRoute
+from openrl.server.app import create_app, routes
 from support.fake_daemon import FakeDaemon, server_settings
 from support.http import KEY, Http
 
@@ -38,7 +42,10 @@ def app_for(daemon: FakeDaemon | None = None, **settings: object) -> Http:
         (Conflict("m"), 400),  # never 409 (T4)
         (ModelError("m"), 400),
         (Unauthorized("m"), 401),
+        (Forbidden("m"), 403),
         (NotFound("m"), 404),
+        (TooSlow("m"), 408),
+        (QuotaExceeded("m"), 400),
         (Gone("m"), 410),
         (TooLarge("m"), 413),
         (Busy("m"), 429),
@@ -127,7 +134,7 @@ def test_other_hosts_pass_when_bound_to_the_network() -> None:
 @pytest.mark.parametrize(
     ("bound_to", "origin", "status"),
     [
-        ("127.0.0.1", "http://localhost:3000", 200),
+        ("127.0.0.1", "http://localhost:3000", 403),  # a page of another server of this machine
         ("127.0.0.1", "http://127.0.0.1:8000", 200),
         ("127.0.0.1", "https://evil.example", 403),
         ("127.0.0.1", "null", 403),
@@ -156,3 +163,59 @@ def test_every_request_is_logged_once_without_its_key(caplog: pytest.LogCaptureF
     assert len(lines) == 2
     assert answer.headers["x-request-id"] in lines[0]
     assert "tml-" not in caplog.text
+
+
+# ---- host and origin, further ----
+
+
+@pytest.mark.parametrize(
+    ("bound_to", "names", "host", "status"),
+    [
+        ("127.0.0.1", ("gpu-box",), "gpu-box:8000", 200),
+        ("127.0.0.1", ("gpu-box",), "evil.example", 403),
+        ("0.0.0.0", ("gpu-box",), "GPU-BOX", 200),
+        ("0.0.0.0", ("gpu-box",), "evil.example", 403),  # DNS rebinding onto an address of a network
+        ("0.0.0.0", ("gpu-box",), "10.0.0.7:8000", 200),  # a probe by address
+        ("0.0.0.0", ("gpu-box",), "[fd00::1]:8000", 200),
+        ("0.0.0.0", ("gpu-box",), "localhost:8000", 200),
+        ("0.0.0.0", ("gpu-box",), "", 403),
+        ("0.0.0.0", None, "", 403),
+        ("0.0.0.0", None, "anything.example", 200),
+    ],
+)
+def test_names_that_the_server_is_called_by(
+    bound_to: str, names: tuple[str, ...] | None, host: str, status: int
+) -> None:
+    answer = app_for(host=bound_to, allowed_hosts=names).get("healthz", headers={"host": host})
+    assert answer.status_code == status
+
+
+@pytest.mark.parametrize(
+    ("site", "mode", "status"),
+    [
+        ("cross-site", "no-cors", 403),  # <img>, <script>, a form sent by a script: no Origin on a GET
+        ("same-site", "no-cors", 403),
+        ("cross-site", "cors", 403),
+        ("cross-site", "navigate", 200),  # a link that someone follows
+        ("same-origin", "cors", 200),
+        ("none", "navigate", 200),
+    ],
+)
+def test_what_browsers_say_of_a_calls_origin(site: str, mode: str, status: int) -> None:
+    headers = {"sec-fetch-site": site, "sec-fetch-mode": mode}
+    assert app_for().get("healthz", headers=headers).status_code == status
+
+
+@pytest.mark.parametrize("route", routes(), ids=lambda route: route.path)
+def test_no_route_serves_a_page_elsewhere(route: GuardedRoute) -> None:
+    """Host and Origin are checked before anything else, on every route, without auth, too; preflights get no leave."""
+    http = app_for(auth="off")
+    path = route.path.partition("{")[0] + "x"
+    for method in sorted(route.methods or ()):
+        for bad in ({"host": "evil.example"}, {"origin": "https://evil.example"}, {"origin": "null"}):
+            answer = http.call(method, f"/{path}", headers=bad)
+            assert answer.status_code == 403
+        preflight = {"origin": "https://evil.example", "access-control-request-method": method}
+        answer = http.call("OPTIONS", f"/{path}", headers=preflight)
+        assert answer.status_code == 403
+        assert not [name for name in answer.headers if name.startswith("access-control")]

@@ -11,7 +11,7 @@ from starlette.responses import Response
 from openrl.daemon.copying import InProject, InSession
 from openrl.errors import BadRequest
 from openrl.server.errors import json_response
-from openrl.server.requests import check_access_token, daemon_of, page_of, read_json
+from openrl.server.requests import daemon_of, page_of, read_json, reader_of
 from openrl.types import CheckpointKind, RunId, SessionId
 from openrl.wire import replies
 from openrl.wire.messages import AdoptBody, CopyWeightsBody, TtlBody, WeightsInfoBody
@@ -85,10 +85,9 @@ async def copy_weights(request: Request) -> Response:
     """A direct answer, no promise. The token comes in a header, or from older SDKs in the body (7.5)."""
     body = await read_json(request, CopyWeightsBody)
     token = request.headers.get("x-tinker-weights-access-token") or body.weights_access_token
-    if token:
-        check_access_token(request, token)
+    reader = reader_of(request, token) if token else None
     into = _destination(request, body)
-    path = await daemon_of(request).life.copying.copy(body.source_path, into, body.ttl_seconds)
+    path = await daemon_of(request).life.copy(body.source_path, into, body.ttl_seconds, reader)
     return json_response({"tinker_path": path})
 
 
@@ -103,4 +102,4 @@ def _destination(request: Request, body: CopyWeightsBody) -> InProject | InSessi
 async def adopt(request: Request) -> Response:
     """Our own: take in a folder that `openrl checkpoints import` has laid into the data folder."""
     body = await read_json(request, AdoptBody)
-    return json_response(replies.checkpoint(await daemon_of(request).life.copying.adopt(body.folder)))
+    return json_response(replies.checkpoint(await daemon_of(request).life.adopt(body.folder)))

@@ -13,7 +13,7 @@ from openrl.checkpoints.rope import Rope, whole
 from openrl.errors import BadRequest, NotFound
 from openrl.server.errors import json_response
 from openrl.server.ranges import download
-from openrl.server.requests import daemon_of
+from openrl.server.requests import bare_daemon, daemon_of
 from openrl.server.routes.checkpoints import path_of
 from openrl.server.signing import SIGNED, signed_url
 from openrl.store.records import Checkpoint
@@ -37,7 +37,7 @@ async def archive_redirect(request: Request) -> Response:
 
 async def archive_file(request: Request) -> Response:
     folder: str = request.path_params["folder"]
-    life = daemon_of(request).life
+    life = bare_daemon(request).life
     rope = archive(life.folder(folder))
     return download(request, rope, f"{_plain_name(folder)}.tar", _etag(folder, "tar"), life.hold(folder))
 
@@ -59,7 +59,7 @@ def _urls(request: Request, checkpoint: Checkpoint) -> dict[str, str]:
 
 async def weights_file(request: Request) -> Response:
     folder, file = request.path_params["folder"], request.path_params["file"]
-    life = daemon_of(request).life
+    life = bare_daemon(request).life
     path = life.folder(folder) / file
     if not path.is_file():
         raise NotFound(f"the checkpoint has no file {file!r}.")

@@ -31,7 +31,8 @@ async def list_training_runs(request: Request) -> Response:
     """The CLI asks for 100 at a time and takes a short page for the last one (T25)."""
     limit, offset = page_of(request)
     project = request.query_params.get("project_id")
-    return json_response(records.run_page(await daemon_of(request).rest.runs(limit, offset, project), limit, offset))
+    page = await daemon_of(request).rest.runs(limit, offset, project, everyone=check_scope(request))
+    return json_response(records.run_page(page, limit, offset))
 
 
 async def training_run(request: Request) -> Response:

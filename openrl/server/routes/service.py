@@ -1,8 +1,9 @@
-"""The server itself: health, flags for clients, capabilities, telemetry, status."""
+"""The server itself: flags for clients, capabilities, telemetry, status."""
 
 from __future__ import annotations
 
 import logging
+import time
 from collections import Counter
 from importlib.metadata import version
 
@@ -11,11 +12,13 @@ from starlette.responses import Response
 
 from openrl.server.errors import json_response
 from openrl.server.middleware import is_loopback
-from openrl.server.requests import daemon_of, read_json, settings_of
+from openrl.server.requests import bare_daemon, daemon_of, query_number, read_json, settings_of
 from openrl.wire import replies
 from openrl.wire.messages import TelemetryBody
 
 log = logging.getLogger("openrl.telemetry")
+
+_LANES_SECONDS = 60.0
 
 
 async def root(request: Request) -> Response:
@@ -29,13 +32,20 @@ async def root(request: Request) -> Response:
     )
 
 
-async def healthz(request: Request) -> Response:
-    return json_response({"status": "ok"})
-
-
 async def status(request: Request) -> Response:
     """What `openrl status` shows."""
     return json_response(daemon_of(request).status())
+
+
+async def device_lanes(request: Request) -> Response:
+    """What each model's device did after `since` (Unix seconds; default: the last minute), as far as it is remembered.
+
+    `spans` are in order and never overlap: `kind` is train, sample or other, from `start` to `end`, in which the device
+    worked for `seconds` in so many `turns`, the longest of `longest` seconds; `rows` is the most sequences drawn, or
+    runs trained, together; `sessions` says how many of the seconds each session had.
+    """
+    since = query_number(request, "since", time.time() - _LANES_SECONDS)
+    return json_response(bare_daemon(request).overview.device_lanes(since))
 
 
 async def client_config(request: Request) -> Response:

@@ -9,9 +9,8 @@ from starlette.requests import Request
 from starlette.responses import Response
 
 from openrl.server.errors import json_response
-from openrl.server.requests import check_scope, daemon_of, page_of, read_json
+from openrl.server.requests import bare_daemon, check_scope, daemon_of, page_of, principal_of, read_json
 from openrl.server.signing import SIGNED, signed_url
-from openrl.store.records import SessionPage
 from openrl.types import SessionId
 from openrl.wire import records
 from openrl.wire.messages import CreateSessionBody, FinishReason, FinishSessionBody, SessionBody
@@ -43,7 +42,8 @@ async def finish_session(request: Request) -> Response:
 
 async def list_sessions(request: Request) -> Response:
     limit, offset = page_of(request)
-    return json_response({"sessions": await daemon_of(request).rest.sessions(limit, offset)})
+    found = await daemon_of(request).rest.sessions(limit, offset, everyone=check_scope(request))
+    return json_response({"sessions": found})
 
 
 async def get_session(request: Request) -> Response:
@@ -53,11 +53,8 @@ async def get_session(request: Request) -> Response:
 
 async def search_sessions(request: Request) -> Response:
     body = await read_json(request, records.SearchBody)
-    wanted = body.to_filter()
-    if wanted is None:
-        page = SessionPage([], more=False)
-    else:
-        page = await daemon_of(request).rest.search(wanted, body.limit or DEFAULT_SEARCH)
+    wanted = body.to_filter(principal_of(request).owner)
+    page = await daemon_of(request).rest.search(wanted, body.limit or DEFAULT_SEARCH)
     return json_response(records.session_page(page))
 
 
@@ -77,7 +74,7 @@ async def trace_export(request: Request) -> Response:
 async def trace_file(request: Request) -> Response:
     """Behind a signed URL."""
     session = _session(request)
-    requests = await daemon_of(request).rest.trace(session)
+    requests = await bare_daemon(request).rest.trace(session)
     content = await asyncio.to_thread(session_trace, session, requests, time.time())
     headers = {"content-disposition": f'attachment; filename="{session}.pftrace"'}
     return Response(content, headers=headers, media_type="application/json")

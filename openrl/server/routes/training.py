@@ -15,7 +15,7 @@ from openrl.codec import decode_json, encode_json
 from openrl.daemon.work import Raw, Work
 from openrl.errors import BadRequest, OpenRLError, Unauthorized
 from openrl.server.errors import json_response
-from openrl.server.requests import Received, check_access_token, daemon_of, off_loop, read_raw, receive_body
+from openrl.server.requests import Received, daemon_of, off_loop, read_raw, reader_of, receive_body
 from openrl.types import Op, RunId, SessionId
 from openrl.wire import replies
 from openrl.wire.bodies import decode_work, read_address
@@ -51,7 +51,7 @@ async def load_weights(request: Request) -> Response:
     """Into an existing run, or (addressed by session) as the first state of a new one."""
     raw = await read_raw(request)
     address = decode_json(LoadAddressBody, raw.body)
-    raw, refused = _without_token(request, address.weights_access_token, raw)
+    raw, refused = _as_reader(request, address, raw)
     if address.model_id is not None and address.session_id is None:
         return await _accept(request, Op.LOAD_STATE, Received(raw), refused)
     if refused is not None:
@@ -70,18 +70,24 @@ async def load_weights(request: Request) -> Response:
     return json_response(replies.promise(promised))
 
 
-def _without_token(request: Request, token: str | None, raw: Raw) -> tuple[Raw, Unauthorized | None]:
-    """The body without the access token, which must not be stored (T52), and why the token is refused, if it is."""
-    if token is None:
+def _as_reader(request: Request, address: LoadAddressBody, raw: Raw) -> tuple[Raw, Unauthorized | None]:
+    """The body with the name of whose right to read is used, if not the run's owner's, and why a token is refused.
+
+    The name takes the place of the access token, which must not be stored (T52), and of what a client has put there.
+    """
+    run = address.model_id or address.session_id or ""
+    refused, reader = None, daemon_of(request).reader_for(run, address.path if isinstance(address.path, str) else "")
+    if (token := address.weights_access_token) is not None:
+        try:
+            reader = reader_of(request, token)
+        except Unauthorized as error:
+            refused, reader = error, None
+    if token is None and reader is None and address.openrl_reader is None:
         return raw, None
     fields = decode_json(dict[str, Any], raw.body)
-    del fields["weights_access_token"]
-    clean = Raw(raw.content_type, encode_json(fields))
-    try:
-        check_access_token(request, token)
-    except Unauthorized as error:
-        return clean, error
-    return clean, None
+    fields.pop("weights_access_token", None)
+    fields["openrl_reader"] = reader
+    return Raw(raw.content_type, encode_json(fields)), refused
 
 
 async def _accept(request: Request, op: Op, received: Received, refused: OpenRLError | None = None) -> Response:
