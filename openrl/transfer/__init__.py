@@ -1,0 +1,1 @@
+"""The client side of other OpenRL servers: calling them, checking them, moving checkpoints between them."""
