@@ -43,11 +43,15 @@ class TrainItem:
 
 @dataclass(frozen=True, slots=True)
 class SampleJob:
-    """One `asample` on its way through the sampler; `adapter` None samples from the base model."""
+    """One `asample` on its way through the sampler; `adapter` None samples from the base model.
+
+    `weight` is its session's when sessions share the device; backends need not look at it.
+    """
 
     request: RequestId
     payload: SamplePayload
     adapter: AdapterRef | None
+    weight: float = 1.0
 
 
 class TrainBackend(Protocol):
@@ -118,6 +122,12 @@ class SampleBackend(Protocol):
         """The request of each sequence that has a row now, one entry a row: who shares the device's time."""
         ...
 
+    @property
+    def waiting(self) -> int:
+        """Sequences that were added and have not begun: the worker's loop adds more only when these are few, so that
+        whoever waits can still be put in a fair order."""
+        ...
+
 
 @dataclass(frozen=True, slots=True)
 class BackendSpec:
@@ -130,6 +140,7 @@ class BackendSpec:
     max_batch_tokens: int  # padded tokens in one training micro-batch
     max_sample_rows: int  # sequences decoded together
     max_kv_tokens: int  # tokens that the KV cache may hold over all rows
+    prefix_cache_tokens: int = 16384  # tokens of earlier samples kept beside those, for prompts that begin with them
     name: str = ""  # served name of the base model, written into adapter files
 
 

@@ -41,9 +41,13 @@ def device_use(used: Iterable[Usage]) -> list[DeviceUse]:
 
 def storage_bills(stored: Iterable[ProjectStorage], prices: BillingSettings) -> list[StorageBill]:
     return [
-        StorageBill(row.project_id, row.count, row.size_bytes, row.size_bytes / GIGABYTE * prices.price_storage)
+        StorageBill(row.project_id, row.count, row.size_bytes, _monthly(row.size_bytes, prices), row.owner)
         for row in stored
     ]
+
+
+def _monthly(size_bytes: int, prices: BillingSettings) -> float:
+    return size_bytes / GIGABYTE * prices.price_storage
 
 
 def _event(row: Usage, prices: BillingSettings) -> UsageEvent:
@@ -58,20 +62,21 @@ def _event(row: Usage, prices: BillingSettings) -> UsageEvent:
         session_id=row.session_id,
         rate=rate,
         cost=None if rate is None else rate * row.amount / 1e6,
+        owner=row.owner,
     )
 
 
 def _storage_events(stored: Iterable[Stored], start: int, end: float, rate: float) -> Iterator[UsageEvent]:
-    groups: dict[tuple[str, str], list[Stored]] = defaultdict(list)
+    groups: dict[tuple[str, str, str], list[Stored]] = defaultdict(list)
     for span in stored:
-        groups[span.project_id, span.base_model].append(span)
-    for (project, base_model), spans in groups.items():
+        groups[span.project_id, span.base_model, span.owner].append(span)
+    for (project, base_model, owner), spans in groups.items():
         for index, byte_seconds in enumerate(byte_seconds_by_hour(spans, start, end)):
             if byte_seconds > 0:
                 hours = byte_seconds / GIGABYTE / HOUR
                 cost = rate * hours / MONTH_HOURS
                 hour = start + index * HOUR
-                yield UsageEvent(hour, "storage", hours, base_model, project, rate=rate, cost=cost)
+                yield UsageEvent(hour, "storage", hours, base_model, project, rate=rate, cost=cost, owner=owner)
 
 
 def byte_seconds_by_hour(spans: Iterable[Stored], start: int, end: float) -> list[float]:

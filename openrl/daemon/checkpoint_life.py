@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import sqlite3
+import sys
 import time
 from collections.abc import Collection
 from contextlib import AbstractContextManager
@@ -13,7 +14,9 @@ from pathlib import Path
 
 from openrl.checkpoints import manifest
 from openrl.checkpoints.commit import CheckpointFolders
+from openrl.checkpoints.incoming import Announcement, check_announcement
 from openrl.checkpoints.layout import parse
+from openrl.daemon import absent
 from openrl.daemon.copying import Copying
 from openrl.daemon.disposal import Disposal
 from openrl.daemon.recovery import find_checkpoint
@@ -51,15 +54,17 @@ class CheckpointLife:
 
     # -- reading --
 
-    async def page(self, limit: int, offset: int, hidden: Collection[CheckpointKind] = ()) -> Page:
-        """A page of all checkpoints; kinds that are `hidden` do not count either."""
-        return await self._page(Filter(time.time(), None, hidden), limit, offset)
+    async def page(
+        self, limit: int, offset: int, hidden: Collection[CheckpointKind] = (), owner: str | None = None
+    ) -> Page:
+        """A page of all checkpoints, or an owner's; kinds that are `hidden` do not count either."""
+        return await self._page(Filter(time.time(), None, hidden, owner), limit, offset)
 
     async def of_run(self, run: RunId, hidden: Collection[CheckpointKind] = ()) -> Page:
         """All checkpoints of a run. Raises NotFound for an unknown run that has none."""
         page = await self._page(Filter(time.time(), run, hidden), -1, 0)
         if not page.total and run not in self._runs:
-            raise NotFound(f"training run {run!r} does not exist on this server.")
+            raise absent.run(run)
         return page
 
     async def _page(self, wanted: Filter, limit: int, offset: int) -> Page:
@@ -86,6 +91,17 @@ class CheckpointLife:
     def files(self, checkpoint: Checkpoint) -> list[Path]:
         """A checkpoint's files, without our own manifest."""
         return sorted(path for path in self.folder(checkpoint.folder).iterdir() if path.name != manifest.FILE)
+
+    async def announcement(self, path: str) -> Announcement:
+        """What another server has to know to take the checkpoint over. Raises NotFound, and BadRequest for files that
+        can only be downloaded."""
+        found = await self.find(path)
+        files = await asyncio.to_thread(manifest.read_files, self.folder(found.folder))
+        announced = Announcement(
+            found.path, found.kind, found.name, found.base_model, found.spec, files, found.user_metadata
+        )
+        check_announcement(announced, sys.maxsize)
+        return announced
 
     # -- changing --
 

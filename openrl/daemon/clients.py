@@ -7,7 +7,7 @@ where every end of a sample has a number that only grows; so it survives a resta
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Generator, Sequence
+from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 
 from openrl.daemon.samplers import Samplers, Sampling
@@ -15,7 +15,7 @@ from openrl.errors import NotReady
 from openrl.store import completions
 from openrl.store.db import Database
 from openrl.store.records import Completion
-from openrl.types import RequestId, SamplerId
+from openrl.types import RequestId, SamplerId, SessionId, session_of
 
 _MAX_NEWS = 1000  # completions in one answer; the rest comes with the next
 
@@ -29,6 +29,7 @@ class Clients:
         self._db = db
         self._samplers = samplers
         self._sampling = sampling
+        self.noticed: Callable[[SessionId], None] = lambda session: None
         self._listeners: dict[_Clone, set[asyncio.Event]] = {}
         self._serving = False
 
@@ -64,6 +65,7 @@ class Clients:
         Raises NotFound, NotReady.
         """
         deadline = asyncio.get_running_loop().time() + timeout
+        self.noticed(session_of(sampler))
         with self._listening((sampler, clone)) as news:
             while True:
                 self._check(sampler)

@@ -6,6 +6,7 @@ import asyncio
 import shutil
 import sqlite3
 import time
+from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -17,11 +18,14 @@ from openrl.daemon.runs import Runs
 from openrl.daemon.sessions import Sessions
 from openrl.daemon.work import NewSession
 from openrl.errors import BadRequest
+from openrl.keys.principal import LOCAL_OWNER
 from openrl.store import adoption, audit
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, Session
 from openrl.types import CheckpointKind, RunId, SessionId
 from openrl.validation import check_ttl
+
+CheckRoom = Callable[[str, int], Awaitable[None]]
 
 
 @dataclass(frozen=True, slots=True)
@@ -30,6 +34,7 @@ class InProject:
 
     project: str | None
     idempotency_key: str | None
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,6 +43,10 @@ class InSession:
 
     session: SessionId
     model_seq_id: int
+
+
+async def _any_room(_owner: str, _size: int) -> None:
+    return None
 
 
 class Copying:
@@ -49,6 +58,7 @@ class Copying:
         self._sessions = sessions
         self._runs = runs
         self._one_at_a_time = asyncio.Lock()  # so that a retry finds what its first try has made
+        self.check_room: CheckRoom = _any_room  # whether an owner may keep so many bytes more
 
     async def copy(self, source: str, into: InProject | InSession, ttl: int | None) -> str:
         """The path of a copy with the same segment and name (7.5). It does not inherit expiry and publication.
@@ -74,12 +84,14 @@ class Copying:
         if isinstance(into, InSession):
             self._sessions.active(into.session)
             return RunId(f"{into.session}:train:{into.model_seq_id}")
-        new = NewSession("", ("copy",), None, into.project, f"copy of {source.path}")
+        new = NewSession("", ("copy",), None, into.project, f"copy of {source.path}", into.owner)
         key = into.idempotency_key and f"copy_weights:{into.idempotency_key}"
         return RunId(f"{await self._sessions.create(new, key)}:train:0")
 
     async def _copy(self, source: Checkpoint, run: RunId, ttl: int | None) -> None:
         now = time.time()
+        owner = self._sessions.owner_of(run) or LOCAL_OWNER
+        await self.check_room(owner, source.size_bytes)
         address = Address(run, source.kind, source.name)
         copy = replace(
             source,
@@ -90,10 +102,11 @@ class Copying:
             expires_at=None if ttl is None else now + ttl,
             ephemeral=False,
             public=False,
+            owner=owner,
         )
         with self._folders.hold(source.folder):
             copy = await asyncio.to_thread(self._copy_files, source, copy)
-        await self._insert(copy, None, "copy", source=source.path)
+        await self.take_in(copy, None, "copy", source=source.path)
 
     def _copy_files(self, source: Checkpoint, copy: Checkpoint) -> Checkpoint:
         staged = self._folders.stage(Path(copy.folder))
@@ -111,14 +124,20 @@ class Copying:
         if checkpoint.run_id in self._runs:
             raise BadRequest(f"{checkpoint.run_id} exists on this server.")
         session = adoption.finished_session(
-            SessionId(checkpoint.run_id.partition(":")[0]), "import", f"import of {checkpoint.name}"
+            SessionId(checkpoint.run_id.partition(":")[0]),
+            "import",
+            f"import of {checkpoint.name}",
+            owner=checkpoint.owner,
         )
-        await self._insert(checkpoint, session, "import")
+        await self.take_in(checkpoint, session, "import")
         return checkpoint
 
     def _read(self, folder: str) -> Checkpoint:
         root = self._folders.root.resolve()
-        place = (root / folder).resolve()
+        try:
+            place = (root / folder).resolve()
+        except ValueError as error:  # a NUL in it
+            raise BadRequest(f"folder {folder!r} is no path: {error}.") from error
         if not place.is_relative_to(root):
             raise BadRequest(f"folder {folder!r} lies outside of the checkpoints folder.")
         try:
@@ -130,7 +149,8 @@ class Copying:
         layout.parse(checkpoint.path)
         return checkpoint
 
-    async def _insert(self, checkpoint: Checkpoint, session: Session | None, origin: str, **details: str) -> None:
+    async def take_in(self, checkpoint: Checkpoint, session: Session | None, origin: str, **details: str) -> None:
+        """Rows for a checkpoint whose folder is in place, under a run of its own; `session` if that is new, too."""
         run = adoption.holding_run(checkpoint, SessionId(checkpoint.run_id.partition(":")[0]), origin)
 
         def write(db: sqlite3.Connection) -> None:

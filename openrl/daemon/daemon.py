@@ -24,17 +24,25 @@ from openrl.daemon.custom_losses import CustomLosses
 from openrl.daemon.disposal import Disposal
 from openrl.daemon.execute import Executor
 from openrl.daemon.futures import Futures, request_id
+from openrl.daemon.health import Health
 from openrl.daemon.housekeeping import Housekeeping
+from openrl.daemon.keys import Keys
+from openrl.daemon.metrics import Metrics
 from openrl.daemon.models import ModelPool
+from openrl.daemon.quotas import Quotas
 from openrl.daemon.records import Records
 from openrl.daemon.recovery import Recovery, find_checkpoint
-from openrl.daemon.runs import Entry, RunHandle, Runs
+from openrl.daemon.runs import Entry, RunHandle, Runs, new_run
 from openrl.daemon.samplers import Samplers, Sampling, sampler_id
 from openrl.daemon.saving import Saving, check_drawable, check_loadable
 from openrl.daemon.scheduler import Scheduler
 from openrl.daemon.sessions import Sessions
+from openrl.daemon.shares import Entitlements
 from openrl.daemon.start import restore
-from openrl.daemon.status import describe, picture
+from openrl.daemon.status import Status
+from openrl.daemon.uploads import Uploads
+from openrl.daemon.waiting import Waiting
+from openrl.daemon.wind_down import wind_down
 from openrl.daemon.work import Finished, LoadState, ModelStatus, NewRun, NewSession, Pending, Raw, Unload, Work
 from openrl.errors import BadRequest, NotReady, OpenRLError
 from openrl.settings import Settings
@@ -42,7 +50,7 @@ from openrl.store import audit
 from openrl.store import runs as run_store
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, Run, RunState, Sampler
-from openrl.types import LoraSpec, Op, RequestId, RunId, SamplePayload, SamplerId, SessionId
+from openrl.types import LoraSpec, Op, RequestId, RunId, SamplePayload, SamplerId, SessionId, session_of
 
 log = logging.getLogger(__name__)
 
@@ -61,41 +69,74 @@ class Daemon:
         self._sessions = Sessions(self._db, limits.session_timeout)
         self.rest = Records(self._db, self._sessions, settings.billing)
         self._runs = Runs()
+        self.keys = Keys(self._db, settings.server.keys_file)
+        self.quotas = Quotas(self._db, self.keys.ring, self._sessions, self._runs)
         self._samplers = Samplers(self._db)
         self._futures = Futures(self._db)
-        self._futures.describe = lambda request: describe(request, self._runs, self._samplers, pool)
         self.losses = CustomLosses(self._db, codec, self._futures, self._sessions, served=custom_losses)
         self._recovery = Recovery(self._db, self._folders, codec, self.losses)
         disposal = Disposal(self._db, self._folders)
         copying = Copying(self._db, self._folders, self._sessions, self._runs)
+        copying.check_room = self.quotas.check_room
         self.life = CheckpointLife(self._db, self._folders, self._runs, disposal, copying)
-        saving = Saving(self._db, self._folders, disposal, self._samplers, pool)
+        self.uploads = Uploads(
+            settings.data_dir, self._db, self._folders, self._sessions, self._runs, pool, copying, limits
+        )
+        self.uploads.check_room = self.quotas.check_room
+        saving = Saving(self._db, self._folders, disposal, self._samplers, pool, self.quotas)
         executor = Executor(codec, self._futures, self._recovery, saving)
+        executor.spent = self.quotas.spent
+        entitlements = Entitlements(self._sessions, settings.sharing)
         self._scheduler = Scheduler(
             self._runs,
             pool,
             executor,
             self._recovery,
+            entitlements.weight,
             budget=settings.engine.max_batch_tokens,
             snapshot_seconds=limits.snapshot_seconds,
         )
         self._sampling = Sampling(
-            self._samplers, pool, self._futures, codec, self._folders.root, limits.max_inflight_samples
+            self._samplers,
+            pool,
+            self._futures,
+            codec,
+            self._folders.root,
+            limits.max_inflight_samples,
+            self.quotas,
+            entitlements,
         )
+        self.overview = Status(pool, self._sessions, self._runs, self._scheduler, self._sampling, entitlements)
+        waiting = Waiting(pool, self._sessions, self._runs, self._samplers, self._scheduler, self._sampling)
+        self._futures.describe = waiting.describe
         self.clients = Clients(self._db, self._samplers, self._sampling)
-        self._futures.ended = self.clients.tell
+        self.clients.noticed = self._sessions.noticed
+        self._futures.ended = self._ended
         self._housekeeping = Housekeeping(
-            self._db, self._sessions, self._runs, executor, self._recovery, self._folders, self.life, limits
+            self._db,
+            self._sessions,
+            self._runs,
+            self._sampling,
+            executor,
+            self._recovery,
+            self._folders,
+            self.life,
+            limits,
         )
         self._tasks: list[asyncio.Task[None]] = []
-        self._started_at = time.time()
         self._stopping = False
+        self._wound_down = False
+        self.health = Health(self._db, pool, lambda: self._stopping)
+        watched = (self._db, pool, self._runs, self._samplers, self._sampling, self.health)
+        self.metrics = Metrics(*watched, settings.data_dir)
 
     # -- life --
 
     async def start(self) -> None:
         """Take over what an earlier daemon left, start the workers, and go on with what was queued."""
         self._pool.listener.usable = self._scheduler.wake
+        self._pool.listener.turns = self.overview.note
+        await self.keys.load()
         await restore(
             self._db,
             self._folders,
@@ -108,31 +149,45 @@ class Daemon:
             self._recovery,
             self.losses,
         )
+        await self.quotas.load()
         self.clients.open()
         self._pool.start()
         self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._housekeeping.run())]
+        self._tasks.append(asyncio.create_task(self.uploads.keep_tidy()))
+        self._tasks.append(asyncio.create_task(self.keys.watch()))
         self._scheduler.wake()
+
+    def refuse_work(self) -> None:
+        """Take no new work from now on; results are still given out."""
+        self._stopping = True
 
     def begin_stop(self) -> None:
         """Refuse new work and let go of everyone who waits; they ask again once there is a daemon again."""
-        self._stopping = True
+        self.refuse_work()
         self._futures.stop()
         self.clients.stop()
+        self.uploads.stop()
+
+    async def wind_down(self, seconds: float) -> None:
+        """Let the operations in hand end, write down every run's state and end the workers, within about `seconds`.
+
+        Calls are answered meanwhile, and the results of what ends are given out; then those who wait are let go.
+        """
+        self.refuse_work()
+        for task in self._tasks[1:]:  # housekeeping; the scheduler sees to its own end
+            task.cancel()
+        await wind_down(self._sampling, self._scheduler, self._runs, self._recovery, self._pool, seconds)
+        self.begin_stop()
+        self._wound_down = True
 
     async def stop(self) -> None:
-        """Let the operations in hand end, write down every run's state, end the workers."""
-        self.begin_stop()
-        await self._sampling.stop()
-        await self._scheduler.stop(self._settings.daemon.shutdown_grace)
+        """Wind down if that is not done yet, and close the store."""
+        if not self._wound_down:
+            self.begin_stop()
+            await self.wind_down(self._settings.daemon.shutdown_grace)
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        for handle in self._runs.all():
-            try:
-                await self._recovery.suspend(handle)
-            except (OpenRLError, OSError) as error:  # the journal still has what the snapshot would have held
-                log.warning("run %s will be replayed at the next start: %s", handle.id, error)
-        await self._pool.close()
         self._db.close()
 
     async def abandon(self) -> None:
@@ -178,12 +233,12 @@ class Daemon:
         Raises NotFound for an unknown session, BadRequest for an unknown base model.
         """
         self._check_running()
-        self._sessions.active(new.session_id)
+        session = self._sessions.active(new.session_id)
         model = self._pool.find(new.base_model)
         seed = secrets.randbits(31) if new.seed is None else new.seed
         spec = LoraSpec(new.rank, seed, new.train_attn, new.train_mlp, new.train_unembed)
         refused = check_new_run(new, spec, model.info)
-        run = _new_run(new.session_id, new.model_seq_id, new.base_model, spec, new.user_metadata)
+        run = new_run(session, new.model_seq_id, new.base_model, spec, new.user_metadata)
         return await self._accept_run(run, Op.CREATE_RUN, None, raw, refused)
 
     async def load_run(
@@ -197,7 +252,7 @@ class Daemon:
     ) -> RequestId:
         """The session-addressed `load_weights` (7.3): makes run `{session}:train:{model_seq_id}` from a checkpoint."""
         self._check_running()
-        self._sessions.active(session)
+        opened = self._sessions.active(session)
         checkpoint = await find_checkpoint(self._db, load.path)
         model = self._pool.find(checkpoint.base_model)
         if base_model is not None and self._pool.find(base_model) is not model:
@@ -206,14 +261,19 @@ class Daemon:
                 "Leave base_model out, or name the checkpoint's own.",
             )
         check_loadable(checkpoint, load)
-        run = _new_run(session, model_seq_id, checkpoint.base_model, checkpoint.spec, user_metadata)
+        run = new_run(opened, model_seq_id, checkpoint.base_model, checkpoint.spec, user_metadata)
         return await self._accept_run(run, Op.LOAD_STATE, load, raw, None)
 
     async def _accept_run(
         self, run: Run, op: Op, work: Work | None, raw: Raw, refused: OpenRLError | None
     ) -> RequestId:
         """Making a run is its request number 0."""
+        with self.quotas.opening(run) as exceeded:
+            return await self._accept_opening(run, op, work, raw, refused or exceeded)
 
+    async def _accept_opening(
+        self, run: Run, op: Op, work: Work | None, raw: Raw, refused: OpenRLError | None
+    ) -> RequestId:
         def effect(db: sqlite3.Connection) -> None:
             if refused is None:
                 run_store.insert(db, run)
@@ -246,6 +306,8 @@ class Daemon:
             else:
                 await self._use_up(handle, seq)
             self._scheduler.wake()
+        elif not self._futures.is_pending(request_id(run, seq)):
+            self.quotas.release(request_id(run, seq))
         return request_id(run, seq)
 
     async def _with_program(self, session: SessionId, work: Work | OpenRLError) -> Work | OpenRLError:
@@ -267,6 +329,7 @@ class Daemon:
             return BadRequest(f"seq_id {seq} is in the past; the run is at {handle.queue.next_seq} (O8).")
         try:
             await check_work(work, self._pool.find(handle.run.base_model).info)
+            self.quotas.reserve(handle.run.owner, request_id(handle.id, seq), work)
         except OpenRLError as error:
             return error
         return None
@@ -317,8 +380,17 @@ class Daemon:
 
     # -- futures and checkpoints --
 
+    def owner_of(self, identity: str) -> str | None:
+        """Whose a session, run, sampler, request or `tinker://` path is; None if its session is not known."""
+        return self._sessions.owner_of(identity)
+
+    def _ended(self, request: RequestId) -> None:
+        self.clients.tell(request)
+        self.quotas.release(request)
+
     async def wait(self, request: RequestId, timeout: float) -> Finished | Pending:
         """Wait on an event until the request ends or `timeout` seconds pass. Raises Gone for an unknown id."""
+        self._sessions.noticed(session_of(request))
         return await self._futures.wait(request, timeout)
 
     async def checkpoint(self, path: str) -> Checkpoint:
@@ -327,22 +399,8 @@ class Daemon:
 
     def status(self) -> dict[str, Any]:
         """A JSON-ready picture of the server: models, runs, queue, device."""
-        return picture(self._started_at, self._pool, self._runs, self._sampling.inflight)
+        return self.overview.picture()
 
     def _check_running(self) -> None:
         if self._stopping:
             raise NotReady("the server is stopping.", "It takes up its work again when it is started.")
-
-
-def _new_run(session: SessionId, number: int, base_model: str, spec: LoraSpec, metadata: Mapping[str, Any]) -> Run:
-    now = time.time()
-    return Run(
-        id=RunId(f"{session}:train:{number}"),
-        session_id=session,
-        base_model=base_model,
-        spec=spec,
-        state=RunState.CREATING,
-        user_metadata=metadata,
-        created_at=now,
-        last_request_at=now,
-    )

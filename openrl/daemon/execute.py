@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import sqlite3
 import time
+from collections.abc import Callable, Coroutine, Iterable
 from dataclasses import dataclass
 
 from openrl.backends.base import TrainItem
@@ -19,7 +20,7 @@ from openrl.daemon.work import LoadState, OptimStep, SaveExternal, SaveSampler, 
 from openrl.errors import OpenRLError, WorkerDied
 from openrl.store import runs
 from openrl.store.records import RunState
-from openrl.types import LoraSpec, ModelInfo, Op, OptimOutput, TrainOutput
+from openrl.types import LoraSpec, ModelInfo, Op, OptimOutput, SessionId, TrainOutput
 from openrl.validation import check_lora
 from openrl.workers import messages
 from openrl.workers.protocol import Worker
@@ -47,9 +48,16 @@ class Executor:
         self._futures = futures
         self._recovery = recovery
         self._saving = saving
+        self.spent: Callable[[SessionId, float], None] = lambda *_: None  # told of the tokens that worked
 
-    async def run(self, members: list[Member], worker: Worker, info: ModelInfo) -> None:
-        """Carry out a batch. Raises only `WorkerDied`: the members that had not ended then are still queued."""
+    async def run(
+        self, members: list[Member], worker: Worker, info: ModelInfo, weight: float, freed: Callable[[], None]
+    ) -> None:
+        """Carry out a batch. Raises only `WorkerDied`: the members that had not ended then are still queued.
+
+        `weight` is that of the batch's sessions together. `freed` is called once the device has done its part, while
+        the results are still on their way into the store.
+        """
         present: list[Member] = []
         for handle, entry in members:
             entry.timing = Timing(dispatched_at=time.time())
@@ -64,18 +72,21 @@ class Executor:
             except OpenRLError as error:
                 await self._not_there(handle, entry, error)
         if present and isinstance(present[0][1].work, Train):
-            await self._train(present, worker)
+            await self._train(present, worker, weight, freed)
         elif present:
-            await self._single(*present[0], worker)
+            applied = _Countdown(len(present), freed)
+            await all_of(self._single(handle, entry, worker, applied) for handle, entry in present)
 
-    async def _train(self, members: list[Member], worker: Worker) -> None:
+    async def _train(
+        self, members: list[Member], worker: Worker, weight: float, freed: Callable[[], None] = lambda: None
+    ) -> None:
         items: list[TrainItem] = []
         for handle, entry in members:
             assert isinstance(entry.work, Train)
             work = entry.work
             items.append(TrainItem(entry.id, handle.id, work.payload, work.backward, work.program))
         try:
-            results = await self._pass(members, items, worker)
+            results = await self._pass(members, messages.TrainPass(tuple(items), weight), worker)
         except WorkerDied:
             raise
         except OpenRLError as error:
@@ -83,26 +94,28 @@ class Executor:
                 await self.fail(*members[0], error)
                 return
             for member in members:  # someone's data broke the pass; alone, each fails or works for itself
-                await self._train([member], worker)
+                await self._train([member], worker, weight)
             return
-        for handle, entry in members:
-            result = results[entry.id]
-            if isinstance(result, OpenRLError):
-                await self.fail(handle, entry, result)
-            else:
-                await self._finish(handle, entry, Outcome(result))
+        freed()
+        await all_of(self._end(handle, entry, results[entry.id]) for handle, entry in members)
 
-    async def _pass(self, members: list[Member], items: list[TrainItem], worker: Worker) -> messages.PassResult:
+    async def _end(self, handle: RunHandle, entry: Entry, result: TrainOutput | OpenRLError) -> None:
+        if isinstance(result, OpenRLError):
+            await self.fail(handle, entry, result)
+        else:
+            await self._finish(handle, entry, Outcome(result))
+
+    async def _pass(self, members: list[Member], work: messages.TrainPass, worker: Worker) -> messages.PassResult:
         """Run a pass; each member gets its tokens' share of the device time."""
         watch = messages.Stopwatch()
-        results = await worker.call(messages.TrainPass(tuple(items)), watch)
+        results = await worker.call(work, watch)
         assert isinstance(results, dict)
         tokens = sum(entry.tokens for _, entry in members) or 1
         for _, entry in members:
             entry.timing.watch = messages.Stopwatch(watch.started_at, watch.seconds * entry.tokens / tokens)
         return results
 
-    async def _single(self, handle: RunHandle, entry: Entry, worker: Worker) -> None:
+    async def _single(self, handle: RunHandle, entry: Entry, worker: Worker, applied: Callable[[], None]) -> None:
         try:
             outcome = await self._apply(handle, entry, worker)
         except WorkerDied:
@@ -111,6 +124,8 @@ class Executor:
             # A step on a non-finite gradient fails, but clears the gradient (O8): a replay has to do the same.
             await self.fail(handle, entry, error, keep_payload=entry.op is Op.OPTIM_STEP)
             return
+        finally:
+            applied()
         await self._finish(handle, entry, outcome)
 
     async def _apply(self, handle: RunHandle, entry: Entry, worker: Worker) -> Outcome:
@@ -153,6 +168,7 @@ class Executor:
             keep_payload=entry.op in MUTATING,
             effect=_with_cursor(handle, _noted(handle, entry, outcome), outcome.state),
         )
+        self.spent(handle.run.session_id, entry.tokens)
         handle.queue.advance()
         if outcome.state is not None:
             handle.set_state(outcome.state)
@@ -199,6 +215,27 @@ class Executor:
 
         for entry in waiting:
             await self._futures.fail(entry.id, error, effect=effect)
+
+
+class _Countdown:
+    """Calls `done` when it has been called itself `count` times."""
+
+    def __init__(self, count: int, done: Callable[[], None]) -> None:
+        self._left = count
+        self._done = done
+
+    def __call__(self) -> None:
+        self._left -= 1
+        if self._left == 0:
+            self._done()
+
+
+async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
+    """Do these side by side, so that their commits are one. Raises only when all have ended: none goes on unseen."""
+    ended = await asyncio.gather(*works, return_exceptions=True)
+    errors = [error for error in ended if error is not None]
+    for error in sorted(errors, key=lambda error: not isinstance(error, WorkerDied)):
+        raise error
 
 
 def check_spec(spec: LoraSpec, info: ModelInfo) -> None:

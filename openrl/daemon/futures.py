@@ -7,8 +7,9 @@ import sqlite3
 import time
 from collections.abc import Callable
 
+from openrl.daemon import absent
 from openrl.daemon.work import Finished, Pending, Raw
-from openrl.errors import Gone, OpenRLError
+from openrl.errors import OpenRLError
 from openrl.store import requests
 from openrl.store.db import Database
 from openrl.store.records import RequestState, StoredRequest
@@ -150,6 +151,9 @@ class Futures:
         stored = await self._db.run(lambda db: requests.get(db, request))
         return _finished(request, stored)
 
+    def is_pending(self, request: RequestId) -> bool:
+        return request in self._pending
+
     def stop(self) -> None:
         """Let everyone who waits go at once; they will ask again."""
         self._stopping.set()
@@ -184,5 +188,5 @@ def _finished(request: RequestId, stored: StoredRequest | None) -> Finished:
     if stored is not None and stored.state is RequestState.FAILED:
         return Finished("application/json", b"", stored.error or "unknown error", stored.category or "server")
     if stored is None or stored.result is None or stored.result_type is None:
-        raise Gone(f"request {request!r} is unknown, or its result has expired.")
+        raise absent.request(request)
     return Finished(stored.result_type, stored.result)

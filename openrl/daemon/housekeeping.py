@@ -11,6 +11,7 @@ from openrl.daemon.checkpoint_life import CheckpointLife
 from openrl.daemon.execute import Executor
 from openrl.daemon.recovery import Recovery
 from openrl.daemon.runs import RunHandle, Runs
+from openrl.daemon.samplers import Sampling
 from openrl.daemon.sessions import Sessions
 from openrl.errors import OpenRLError
 from openrl.settings import DaemonSettings
@@ -32,6 +33,7 @@ class Housekeeping:
         db: Database,
         sessions: Sessions,
         runs: Runs,
+        sampling: Sampling,
         executor: Executor,
         recovery: Recovery,
         folders: CheckpointFolders,
@@ -41,6 +43,7 @@ class Housekeeping:
         self._db = db
         self._sessions = sessions
         self._runs = runs
+        self._sampling = sampling
         self._executor = executor
         self._recovery = recovery
         self._folders = folders
@@ -58,6 +61,7 @@ class Housekeeping:
             log.info("session %s has been silent; its runs leave the device", session)
             for handle in self._runs.of_session(session):
                 await self._suspend(handle)
+        await self._sampling.attend(self._sessions.state_of)
         for handle in self._runs.all():
             await self._check_gap(handle)
             if handle.run.state is RunState.LIVE and self._sessions.is_finished(handle.run.session_id):

@@ -56,3 +56,8 @@ def note_sample(
         Kind.SAMPLE_SECONDS: timing.watch.seconds,
     }
     usage.add(db, sampler.session_id, sampler.base_model, amounts, time.time())
+
+
+def sampled_tokens(payload: SamplePayload, output: SampleOutput) -> int:
+    """Tokens that a sample cost: its prompt once, and all that was drawn."""
+    return len(payload.prompt) + sum(len(sequence.tokens) for sequence in output.sequences)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from openrl.daemon.work import ModelStatus
 from openrl.errors import BadRequest, OpenRLError, WorkerDied
 from openrl.types import DeviceReport, ModelInfo, ModelSpec
-from openrl.workers.messages import Progress
+from openrl.workers.messages import News, Progress, Turns
 from openrl.workers.protocol import Worker
 
 log = logging.getLogger(__name__)
@@ -33,8 +33,8 @@ class Model:
     worker: Worker | None = None
     usable: asyncio.Event = field(default_factory=asyncio.Event)
     failed: OpenRLError | None = None
-    busy: bool = False  # a batch is on the device
     crashes: int = 0
+    restarts: int = 0  # workers that died since the daemon's start
 
     @property
     def name(self) -> str:
@@ -62,6 +62,7 @@ class Listener:
         self.progress: Callable[[Model, Progress], None] = lambda _model, _progress: None
         self.ready: Callable[[Model, float], None] = lambda _model, _seconds: None
         self.failed: Callable[[Model], None] = lambda _model: None
+        self.turns: Callable[[Model, Turns], None] = lambda _model, _turns: None
         self.usable: Callable[[], None] = lambda: None
 
 
@@ -92,6 +93,10 @@ class ModelPool:
             )
         return model
 
+    def serves(self, name: str) -> bool:
+        """Whether there is a model behind a name."""
+        return name in self._names
+
     def statuses(self) -> list[ModelStatus]:
         """An entry for each served name; an alias has one of its own."""
         return [
@@ -109,13 +114,17 @@ class ModelPool:
     def start(self) -> None:
         self._tasks = [asyncio.create_task(self._supervise(model)) for model in self.models.values()]
 
-    async def close(self) -> None:
-        """End all workers, each after the operation it has in hand."""
+    async def close(self, seconds: float = 10.0) -> None:
+        """End all workers, each after the operation it has in hand; one that takes over `seconds` is killed."""
         self._stopping = True
         for task in self._tasks:
             task.cancel()
         await asyncio.gather(*self._tasks, return_exceptions=True)
-        await asyncio.gather(*(model.worker.close() for model in self.models.values() if model.worker is not None))
+        workers = [(model.worker, model.usable.is_set()) for model in self.models.values()]
+        # A worker that still opens its model has nothing in hand that anyone waits for.
+        await asyncio.gather(
+            *(worker.close(seconds if opened else 0.0) for worker, opened in workers if worker is not None)
+        )
 
     async def _supervise(self, model: Model) -> None:
         """Open the model, and again when its worker dies, until it cannot be opened or keeps dying."""
@@ -135,12 +144,15 @@ class ModelPool:
     async def _open(self, model: Model, worker: Worker) -> None:
         started = time.monotonic()
 
-        def on_progress(progress: Progress) -> None:
-            model.state = "loading" if progress.stage == "loading" else "preparing"
-            model.detail = progress.stage
-            self.listener.progress(model, progress)
+        def on_news(news: News) -> None:
+            if isinstance(news, Turns):
+                self.listener.turns(model, news)
+                return
+            model.state = "loading" if news.stage == "loading" else "preparing"
+            model.detail = news.stage
+            self.listener.progress(model, news)
 
-        model.info, model.report = await worker.start(on_progress)
+        model.info, model.report = await worker.start(on_news)
         model.state, model.detail = "ready", ""
         model.usable.set()
         self.listener.ready(model, time.monotonic() - started)
@@ -150,6 +162,7 @@ class ModelPool:
         model.usable.clear()  # first, and before any await: whoever had a call in hand must not see the dead worker
         model.worker = None
         model.crashes += 1
+        model.restarts += 1
         log.error("worker of %s died (%d in a row): %s", model.name, model.crashes, error)
         if model.crashes >= _MAX_CRASHES:
             self._give_up(model, error)

@@ -8,10 +8,11 @@ import time
 from datetime import UTC, date, datetime, timedelta
 
 from openrl.codec import as_text
+from openrl.daemon import absent
 from openrl.daemon.billing import device_use, storage_bills, usage_events
 from openrl.daemon.sessions import Sessions
 from openrl.daemon.work import Bill, StorageBill
-from openrl.errors import BadRequest, NotFound
+from openrl.errors import BadRequest
 from openrl.settings import BillingSettings
 from openrl.store import audit, checkpoints, requests, runs, samplers, sessions, usage
 from openrl.store.db import Database
@@ -50,23 +51,23 @@ class Records:
 
         found = await self._db.run(read)
         if found is None:
-            raise NotFound(f"training run {run!r} does not exist on this server.")
+            raise absent.run(run)
         return found
 
-    async def runs(self, limit: int, offset: int, project: str | None) -> RunPage:
-        """A page of runs, of one project if it is given."""
+    async def runs(self, limit: int, offset: int, project: str | None, owner: str | None = None) -> RunPage:
+        """A page of runs, of one project and one owner if they are given."""
 
         def read(db: sqlite3.Connection) -> RunPage:
             now = time.time()
-            page = [_summary(db, run, now) for run in runs.newest(db, limit, offset, project)]
-            return RunPage(page, runs.count(db, project))
+            page = [_summary(db, run, now) for run in runs.newest(db, limit, offset, project, owner)]
+            return RunPage(page, runs.count(db, project, owner))
 
         return await self._db.run(read)
 
     # -- sessions --
 
-    async def sessions(self, limit: int, offset: int) -> list[SessionId]:
-        return await self._db.run(lambda db: sessions.newest_ids(db, limit, offset))
+    async def sessions(self, limit: int, offset: int, owner: str | None = None) -> list[SessionId]:
+        return await self._db.run(lambda db: sessions.newest_ids(db, limit, offset, owner))
 
     async def session(self, session: SessionId) -> SessionContent:
         """Raises NotFound."""
@@ -102,30 +103,33 @@ class Records:
 
     # -- audit and bills --
 
-    async def audit(self, resource: str | None, day: date | None) -> list[AuditEntry]:
-        """The entries of one UTC day (default: today) about one kind of resource, or all."""
+    async def audit(self, resource: str | None, day: date | None, owner: str | None = None) -> list[AuditEntry]:
+        """The entries of one UTC day (default: today) about one kind of resource, or all, and of one owner, or all."""
         start = datetime.combine(day or datetime.now(UTC).date(), datetime.min.time(), UTC)
         end = start + timedelta(days=1)
-        return await self._db.run(lambda db: audit.between(db, start.timestamp(), end.timestamp(), resource))
+        return await self._db.run(lambda db: audit.between(db, start.timestamp(), end.timestamp(), resource, owner))
 
-    async def bill(self, starting_on: datetime, ending_before: datetime) -> Bill:
-        """Use by the hour. Raises BadRequest unless both are whole UTC hours, in order, at most 14 days apart."""
+    async def bill(self, starting_on: datetime, ending_before: datetime, owner: str | None = None) -> Bill:
+        """Use by the hour, of one owner or all.
+
+        Raises BadRequest unless both are whole UTC hours, in order, at most 14 days apart.
+        """
         now = time.time()
         start, end = _window(starting_on, ending_before, now)
 
         def read(db: sqlite3.Connection) -> tuple[list[usage.Usage], list[usage.Stored], list[Session | None]]:
-            used = usage.between(db, start, end)
+            used = usage.between(db, start, end, owner)
             known = [sessions.get(db, identity) for identity in {row.session_id for row in used}]
-            return used, usage.stored_between(db, start, end), known
+            return used, usage.stored_between(db, start, end, owner), known
 
         used, stored, known = await self._db.run(read)
         events = await asyncio.to_thread(usage_events, used, stored, start, min(end, now), self.prices)
         metadata = {session.id: session.user_metadata for session in known if session is not None}
         return Bill(events, device_use(used), metadata)
 
-    async def storage(self, project: str | None) -> list[StorageBill]:
-        """What checkpoints take now, by project."""
-        return storage_bills(await self._db.run(lambda db: usage.stored_now(db, project)), self.prices)
+    async def storage(self, project: str | None, owner: str | None = None) -> list[StorageBill]:
+        """What checkpoints take now, by project and owner."""
+        return storage_bills(await self._db.run(lambda db: usage.stored_now(db, project, owner)), self.prices)
 
 
 def _summary(db: sqlite3.Connection, run: Run, now: float) -> RunSummary:

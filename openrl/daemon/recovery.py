@@ -15,11 +15,12 @@ from pathlib import Path
 from openrl.backends.base import TrainItem
 from openrl.checkpoints import layout
 from openrl.checkpoints.commit import CheckpointFolders
+from openrl.daemon import absent
 from openrl.daemon.codec import Codec
 from openrl.daemon.custom_losses import CustomLosses
 from openrl.daemon.runs import RunHandle
 from openrl.daemon.work import LoadState, OptimStep, Train
-from openrl.errors import BackendFault, BadRequest, NotFound
+from openrl.errors import BackendFault, BadRequest
 from openrl.store import checkpoints, requests, retired, runs
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, StoredRequest
@@ -116,5 +117,5 @@ async def find_checkpoint(db: Database, path: str) -> Checkpoint:
     address = layout.parse(path)
     checkpoint = await db.run(lambda connection: checkpoints.get(connection, str(address)))
     if checkpoint is None or (checkpoint.expires_at is not None and checkpoint.expires_at < time.time()):
-        raise NotFound(f"checkpoint {path!r} does not exist on this server.")
+        raise absent.checkpoint(path)
     return checkpoint

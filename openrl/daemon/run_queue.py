@@ -44,6 +44,11 @@ class RunQueue(Generic[E]):
             seq += 1
         return seq
 
+    @property
+    def goes_on(self) -> bool:
+        """Whether the request after the head has arrived."""
+        return self._waiting.get(self.after_head()) is not None
+
     def waiting(self) -> list[E]:
         """All requests that have not ended, in order."""
         return [entry for _, entry in sorted(self._waiting.items()) if entry is not None]

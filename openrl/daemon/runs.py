@@ -3,15 +3,17 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
+from typing import Any
 
+from openrl.daemon import absent
 from openrl.daemon.run_queue import RunQueue
 from openrl.daemon.timing import Timing
 from openrl.daemon.work import Train, Work
-from openrl.errors import NotFound
-from openrl.store.records import Run, RunState
+from openrl.store.records import Run, RunState, Session
 from openrl.store.runs import StoredRun
-from openrl.types import Op, RequestId, RunId, SessionId
+from openrl.types import LoraSpec, Op, RequestId, RunId, SessionId
 from openrl.workers.protocol import Worker
 
 # Requests that change a run's state: after a crash they are replayed from the newest snapshot on.
@@ -88,7 +90,7 @@ class Runs:
         """Raises NotFound."""
         handle = self._handles.get(run)
         if handle is None:
-            raise NotFound(f"training run {run!r} does not exist on this server.")
+            raise absent.run(run)
         return handle
 
     def __contains__(self, run: RunId) -> bool:
@@ -99,3 +101,19 @@ class Runs:
 
     def of_session(self, session: SessionId) -> list[RunHandle]:
         return [handle for handle in self._handles.values() if handle.run.session_id == session]
+
+
+def new_run(session: Session, number: int, base_model: str, spec: LoraSpec, metadata: Mapping[str, Any]) -> Run:
+    """A run as it is before its creation is accepted; it is its session's owner's."""
+    now = time.time()
+    return Run(
+        id=RunId(f"{session.id}:train:{number}"),
+        session_id=session.id,
+        base_model=base_model,
+        spec=spec,
+        state=RunState.CREATING,
+        user_metadata=metadata,
+        created_at=now,
+        last_request_at=now,
+        owner=session.owner,
+    )

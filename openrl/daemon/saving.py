@@ -12,14 +12,17 @@ from typing import Any
 from openrl.checkpoints import age
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.layout import Address, new_folder
+from openrl.daemon import absent
 from openrl.daemon.disposal import Disposal
 from openrl.daemon.futures import Effect
 from openrl.daemon.models import ModelPool
+from openrl.daemon.quotas import Quotas
 from openrl.daemon.recovery import find_checkpoint
 from openrl.daemon.runs import RunHandle
 from openrl.daemon.samplers import Samplers, sampler_id
 from openrl.daemon.work import LoadState, SaveExternal, SaveSampler, SaveState
-from openrl.errors import BadRequest, Conflict
+from openrl.errors import BadRequest, Conflict, QuotaExceeded
+from openrl.keys.principal import may_read
 from openrl.store import checkpoints, retired, samplers
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, Sampler
@@ -41,19 +44,29 @@ class Saving:
     """Writes checkpoints whole: the folder first, then the row, then the result (C7)."""
 
     def __init__(
-        self, db: Database, folders: CheckpointFolders, disposal: Disposal, held: Samplers, pool: ModelPool
+        self,
+        db: Database,
+        folders: CheckpointFolders,
+        disposal: Disposal,
+        held: Samplers,
+        pool: ModelPool,
+        quotas: Quotas,
     ) -> None:
         self._db = db
         self._folders = folders
         self._disposal = disposal
         self._samplers = held
         self._pool = pool
+        self._quotas = quotas
 
     async def training(self, handle: RunHandle, worker: Worker, save: SaveState) -> Saved:
         """`save_weights`. Raises Conflict (C1)."""
         address = Address(handle.id, CheckpointKind.TRAINING, save.name)
         old = await self._taken(address, overwrite=save.overwrite)
-        saved = await self._write(handle, worker, address, save.ttl_seconds, save.user_metadata or {}, optimizer=True)
+        metadata, replaced = save.user_metadata or {}, 0 if old is None else old.size_bytes
+        saved = await self._write(
+            handle, worker, address, save.ttl_seconds, metadata, optimizer=True, replaced=replaced
+        )
         stale = old.folder if old is not None else None
         return Saved({"path": saved.path}, _put(saved, stale), stale)
 
@@ -111,6 +124,8 @@ class Saving:
 
     async def _loadable(self, handle: RunHandle, load: LoadState) -> Checkpoint:
         checkpoint = await find_checkpoint(self._db, load.path)
+        if not may_read(load.reader or handle.run.owner, checkpoint.owner, public=checkpoint.public):
+            raise absent.checkpoint(load.path)
         check_loadable(checkpoint, load)
         if self._pool.find(checkpoint.base_model) is not self._pool.find(handle.run.base_model):
             raise BadRequest(
@@ -137,7 +152,11 @@ class Saving:
         optimizer: bool = False,
         ephemeral: bool = False,
         recipients: tuple[str, ...] = (),
+        replaced: int = 0,
     ) -> Checkpoint:
+        """`replaced`: bytes of the checkpoint whose place it takes. Raises QuotaExceeded."""
+        owner = handle.run.owner
+        await self._quotas.check_room(owner, 1, replaced=replaced)  # what has no chance costs no time on the device
         now = time.time()
         folder = new_folder(address)
         checkpoint = Checkpoint(
@@ -153,11 +172,17 @@ class Saving:
             expires_at=None if ttl is None else now + ttl,
             user_metadata=dict(metadata),
             ephemeral=ephemeral,
+            owner=owner,
         )
         staged = await asyncio.to_thread(self._folders.stage, folder)
         await worker.call(messages.Save(handle.id, staged, optimizer=optimizer, gradients=False))
         if recipients:
             await asyncio.to_thread(age.encrypt_files, staged, recipients)
+        try:
+            await self._quotas.check_room(owner, self._folders.size(staged), replaced=replaced)
+        except QuotaExceeded:
+            await asyncio.to_thread(self._folders.abandon, staged)
+            raise
         return await asyncio.to_thread(self._folders.commit, staged, checkpoint)
 
 

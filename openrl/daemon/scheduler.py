@@ -5,15 +5,17 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Callable, Iterable
 
-from openrl.daemon.execute import Executor, Member
-from openrl.daemon.models import Model, ModelPool
-from openrl.daemon.planner import Batch, Ready, plan
+from openrl.daemon.execute import Executor, Member, all_of
+from openrl.daemon.models import ModelPool
+from openrl.daemon.planner import Batch, Ready, order, plan
 from openrl.daemon.recovery import Recovery
 from openrl.daemon.runs import MUTATING, RunHandle, Runs
 from openrl.daemon.tasks import Tasks
+from openrl.daemon.train_lane import InHand, TrainLane
 from openrl.errors import BackendFault, OpenRLError, WorkerDied
-from openrl.types import Op
+from openrl.types import Op, SessionId
 
 log = logging.getLogger(__name__)
 
@@ -29,6 +31,7 @@ class Scheduler:
         pool: ModelPool,
         executor: Executor,
         recovery: Recovery,
+        weight: Callable[[SessionId], float],
         *,
         budget: int,
         snapshot_seconds: float,
@@ -37,8 +40,10 @@ class Scheduler:
         self._pool = pool
         self._executor = executor
         self._recovery = recovery
+        self._weight = weight
         self._budget = budget
         self._snapshot_seconds = snapshot_seconds
+        self._lanes: dict[str, TrainLane] = {}
         self._changed = asyncio.Event()
         self._batches = Tasks()
         self._turn = 0
@@ -53,9 +58,16 @@ class Scheduler:
         while not self._stopping:
             await self._changed.wait()
             self._changed.clear()
-            idle = [model.name for model in self._pool.models.values() if model.open and not model.busy]
-            for batch in plan(self._ready(), idle, self._budget):
-                self._dispatch(batch)
+            self._refuse_unserved()
+            ready = self._ready()
+            self._sync(ready, self._pool.models)
+            devices = [self.lane(model.name).device() for model in self._pool.models.values() if model.open]
+            for batch in plan(ready, devices, self._budget):
+                patience = self.lane(batch.model).patience(batch, {head.run for head in ready})
+                if patience:
+                    asyncio.get_running_loop().call_later(patience, self.wake)
+                else:
+                    self._dispatch(batch)
 
     async def stop(self, grace: float) -> None:
         """Dispatch nothing more; wait for the batches under way."""
@@ -64,26 +76,53 @@ class Scheduler:
         await self._batches.drain(grace)
         await self._batches.cancel()
 
+    def lane(self, model: str) -> TrainLane:
+        """Training's side of a served model's device."""
+        return self._lanes.setdefault(model, TrainLane(model, self._budget))
+
+    def queue(self, model: str) -> list[Ready]:
+        """The heads of runs that wait for a model's device, in the order in which they would go now."""
+        ready = [head for head in self._ready() if head.model == model]
+        self._sync(ready, [model])
+        return list(order(ready, self.lane(model).device(), self._budget))
+
+    def _sync(self, ready: list[Ready], models: Iterable[str]) -> None:
+        for name in models:
+            waiting = {head.session for head in ready if head.model == name}
+            self.lane(name).sync(waiting, self._weight)
+
+    def _refuse_unserved(self) -> None:
+        """Let the requests fail whose models are not served any more."""
+        for handle in self._runs.all():
+            if handle.queue.head() is not None and not handle.in_hand:
+                try:
+                    self._pool.find(handle.run.base_model)
+                except OpenRLError as error:
+                    handle.in_hand = True
+                    self._batches.start(self._refuse(handle, error))
+
     def _ready(self) -> list[Ready]:
+        """Heads that can go now, of models that are served."""
         ready: list[Ready] = []
         for handle in self._runs.all():
             head = handle.queue.head()
-            if head is None or handle.in_hand:
-                continue
-            try:
-                model = self._pool.find(handle.run.base_model)
-            except OpenRLError as error:
-                handle.in_hand = True
-                self._batches.start(self._refuse(handle, error))
+            if head is None or handle.in_hand or not self._pool.serves(handle.run.base_model):
                 continue
             ready.append(
-                Ready(handle.id, head.id, head.op, head.tokens, model.name, handle.served, alone=head.crashes > 0)
+                Ready(
+                    run=handle.id,
+                    session=handle.run.session_id,
+                    request=head.id,
+                    op=head.op,
+                    tokens=head.tokens,
+                    model=self._pool.find(handle.run.base_model).name,
+                    served=handle.served,
+                    alone=head.crashes > 0,
+                )
             )
         return ready
 
     def _dispatch(self, batch: Batch) -> None:
-        model = self._pool.models[batch.model]
-        model.busy = True
         self._turn += 1
         members: list[Member] = []
         for ready in batch.members:
@@ -92,34 +131,53 @@ class Scheduler:
             assert head is not None
             handle.in_hand, handle.served = True, self._turn
             members.append((handle, head))
-        self._batches.start(self._carry_out(model, members), lambda error: self._fault(members, error))
+        in_hand = self.lane(batch.model).begin(batch, members)
+        self._batches.start(self._carry_out(in_hand), lambda error: self._fault(in_hand, error))
 
-    async def _carry_out(self, model: Model, members: list[Member]) -> None:
+    async def _carry_out(self, in_hand: InHand) -> None:
+        model, members = self._pool.models[in_hand.batch.model], in_hand.members
         ended = False  # stays so at a bug of ours: the runs are then not taken up again before `_fault` has failed them
         try:
             worker = await model.ready_worker()
             assert model.info is not None
-            await self._executor.run(members, worker, model.info)
+            weight = sum(self._weight(session) for session in in_hand.batch.underway.sessions)
+            await self._executor.run(members, worker, model.info, weight, lambda: self._free(in_hand))
             model.crashes = 0
-            for handle, entry in members:
-                await self._snapshot_if_due(handle, entry.op)
+            await all_of(self._settle(in_hand, member) for member in members)
             ended = True
         except WorkerDied as error:
             await self._after_crash(members, error)
             ended = True
         except OpenRLError as error:  # the model cannot be served at all
             for handle, entry in members:
-                await self._executor.fail(handle, entry, error)
+                if handle.queue.head() is entry:
+                    await self._executor.fail(handle, entry, error)
             ended = True
         finally:
-            model.busy = False
+            self.lane(in_hand.batch.model).end(in_hand)
             if ended:
-                self._release(members)
+                self._release(in_hand)
             self.wake()
 
-    def _release(self, members: list[Member]) -> None:
-        for handle, _ in members:
+    def _free(self, in_hand: InHand) -> None:
+        """The device has done its part of a batch: the next can go while this one's results are committed."""
+        if not in_hand.batch.underway.alone:
+            self.lane(in_hand.batch.model).free(in_hand)
+            self.wake()
+
+    async def _settle(self, in_hand: InHand, member: Member) -> None:
+        """What is left to do for a run once its request has ended; it need not wait for the others of its batch."""
+        handle, entry = member
+        await self._snapshot_if_due(handle, entry.op)
+        del in_hand.held[handle.id]
+        handle.in_hand = False
+        self.wake()
+
+    def _release(self, in_hand: InHand) -> None:
+        """Let go of the runs that have not been let go of one by one."""
+        for handle, _ in in_hand.held.values():
             handle.in_hand = False
+        in_hand.held.clear()
 
     async def _after_crash(self, members: list[Member], error: WorkerDied) -> None:
         """What had not ended stays queued for the next worker, unless it seems to be what kills them."""
@@ -151,14 +209,14 @@ class Scheduler:
             await self._executor.fail(handle, head, error)
         handle.in_hand = False
 
-    def _fault(self, members: list[Member], error: BaseException) -> None:
+    def _fault(self, in_hand: InHand, error: BaseException) -> None:
         """A bug of ours in the middle of a batch: whoever waits for it hears so."""
         fault = BackendFault(f"internal error: {type(error).__name__}: {error}", "The server's log has the traceback.")
-        self._batches.start(self._fail_all(members, fault))
+        self._batches.start(self._fail_all(in_hand, fault))
 
-    async def _fail_all(self, members: list[Member], fault: BackendFault) -> None:
-        for handle, entry in members:
+    async def _fail_all(self, in_hand: InHand, fault: BackendFault) -> None:
+        for handle, entry in list(in_hand.held.values()):
             if handle.queue.head() is entry:
                 await self._executor.fail(handle, entry, fault)
-        self._release(members)
+        self._release(in_hand)
         self.wake()

@@ -7,6 +7,7 @@ import sqlite3
 import time
 from dataclasses import replace
 
+from openrl.daemon import absent
 from openrl.daemon.work import NewSession
 from openrl.errors import Gone, NotFound
 from openrl.store import audit, sessions
@@ -41,6 +42,7 @@ class Sessions:
             user_metadata=new.user_metadata or {},
             project_id=new.project_id,
             display_name=new.display_name,
+            owner=new.owner,
         )
 
         def write(db: sqlite3.Connection) -> SessionId:
@@ -90,8 +92,14 @@ class Sessions:
         """Raises NotFound."""
         found = self._sessions.get(session)
         if found is None:
-            raise NotFound(f"session {session!r} does not exist on this server.")
+            raise absent.session(session)
         return found
+
+    def owner_of(self, identity: str) -> str | None:
+        """Whose a session is, or a run, sampler, request or `tinker://` path: all their ids begin with a session's.
+        None if there is no such session."""
+        found = self._sessions.get(SessionId(identity.removeprefix("tinker://").partition(":")[0]))
+        return None if found is None else found.owner
 
     async def assign_project(self, session: SessionId, project: str) -> None:
         """Move a session, and with it its runs and samplers, into a project; also when it is finished."""
@@ -127,6 +135,17 @@ class Sessions:
         for session in expired:
             self._sessions[session.id] = replace(session, state=SessionState.EXPIRED)
         return [session.id for session in expired]
+
+    def state_of(self, session: SessionId) -> SessionState:
+        """Raises NotFound."""
+        return self.get(session).state
+
+    def noticed(self, session: SessionId) -> None:
+        """Its client asked for something: a sign of life, though none that need outlast a restart. Unknown and finished
+        sessions stay as they are."""
+        found = self._sessions.get(session)
+        if found is not None and found.state is not SessionState.FINISHED:
+            self._seen(found)
 
     def _seen(self, session: Session) -> Session:
         alive = replace(session, state=SessionState.ACTIVE, last_seen=time.time())

@@ -10,6 +10,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from openrl.custom_loss import LossProgram
+from openrl.keys.principal import LOCAL_OWNER
 from openrl.types import AdamParams, ModelInfo, SessionId, TrainPayload
 
 
@@ -28,6 +29,7 @@ class NewSession:
     user_metadata: Mapping[str, Any] | None = None
     project_id: str | None = None
     display_name: str | None = None
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,8 +77,11 @@ class SaveExternal:
 
 @dataclass(frozen=True, slots=True)
 class LoadState:
+    """`reader` is whose right to read the checkpoint is used; None: the run's owner's own."""
+
     path: str
     optimizer: bool
+    reader: str | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -146,6 +151,7 @@ class UsageEvent:
     session_id: SessionId | None = None
     rate: float | None = None
     cost: float | None = None
+    owner: str = LOCAL_OWNER
 
 
 @dataclass(frozen=True, slots=True)
@@ -176,3 +182,4 @@ class StorageBill:
     count: int
     size_bytes: int
     monthly_cost: float
+    owner: str = LOCAL_OWNER

@@ -23,6 +23,7 @@ from openrl.workers.messages import (
     Call,
     CancelSample,
     FromWorker,
+    News,
     OpResult,
     Progress,
     Ready,
@@ -31,12 +32,11 @@ from openrl.workers.messages import (
     Stop,
     Stopwatch,
     ToWorker,
+    Turns,
     Unusable,
     WorkerOp,
     WorkerSpec,
 )
-
-_STOP_SECONDS = 10.0  # for the operation in hand, before the process is killed
 
 
 class LocalWorker:
@@ -58,12 +58,12 @@ class LocalWorker:
 
     @property
     def pid(self) -> int | None:
-        """The process id, for tests that kill it and for `openrl status`."""
+        """The process id, for `/metrics` and for tests that kill it."""
         return self._process.pid if self._process is not None else None
 
-    async def start(self, on_progress: Callable[[Progress], None]) -> tuple[ModelInfo, DeviceReport]:
+    async def start(self, on_news: Callable[[News], None]) -> tuple[ModelInfo, DeviceReport]:
         self._loop = asyncio.get_running_loop()
-        self._on_progress = on_progress
+        self._on_news = on_news
         self._opened: asyncio.Future[Ready] = self._loop.create_future()
         ours, theirs = socket.socketpair()
         with theirs:
@@ -110,13 +110,13 @@ class LocalWorker:
     async def ended(self) -> None:
         await self._gone.wait()
 
-    async def close(self) -> None:
+    async def close(self, seconds: float) -> None:
         if self._process is None:
             return
         self._outbox.put(Stop())
         self._outbox.put(None)
         try:
-            await asyncio.to_thread(self._process.wait, _STOP_SECONDS)
+            await asyncio.to_thread(self._process.wait, seconds)
         except subprocess.TimeoutExpired:
             self._process.kill()
             await asyncio.to_thread(self._process.wait)
@@ -153,8 +153,8 @@ class LocalWorker:
 
     def _take(self, message: FromWorker) -> None:
         match message:
-            case Progress():
-                self._on_progress(message)
+            case Progress() | Turns():
+                self._on_news(message)
             case Ready():
                 self._opened.set_result(message)
             case Unusable(error):

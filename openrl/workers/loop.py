@@ -1,12 +1,13 @@
 """The worker's loop: training beside sampling on one device, in one thread.
 
-Operations run one at a time in the order they came. A training pass is taken a micro-batch at a time, and between
-micro-batches the sampler gets its share of the device: while both have work, whoever has had less time goes next.
+Steps, saves and the like run one at a time in the order they came. Training passes are taken a micro-batch at a time;
+where several are in hand, the one that has had least goes next. Between micro-batches the sampler gets its share of
+the device: while both have work, whoever has had less time goes next, except that a newcomer's sample need not wait
+for more than the micro-batch under way.
 """
 
 from __future__ import annotations
 
-import logging
 import queue
 import time
 from collections import deque
@@ -16,7 +17,7 @@ from typing import TypeVar
 
 from openrl.backends.base import Backend
 from openrl.errors import BackendFault, OpenRLError
-from openrl.types import RequestId, SampleOutput
+from openrl.types import RunId, SessionId, session_of
 from openrl.workers.memory import Trimmer
 from openrl.workers.messages import (
     AddSample,
@@ -25,47 +26,59 @@ from openrl.workers.messages import (
     CreateRun,
     DropRun,
     FromWorker,
+    Kind,
     Load,
     OpResult,
     OptimStep,
     PassResult,
     Returned,
-    Sampled,
     Save,
     Stopwatch,
     ToWorker,
     TrainPass,
     WorkerOp,
 )
-
-log = logging.getLogger(__name__)
+from openrl.workers.recorder import Recorder
+from openrl.workers.sampling import SampleLane, fault
 
 T = TypeVar("T")
 
+_ROWS = 64
+_ADVANCE_SECONDS = 1.0  # that sampling may be ahead of training when it goes next for a newcomer's sake
 
-@dataclass(slots=True)
+
+@dataclass(slots=True, eq=False)
 class _Pass:
-    """A training pass in progress."""
+    """A training pass in progress. `had` is its time on the device over its weight, from where the others stood."""
 
     number: int
-    steps: Iterator[PassResult]
-    results: PassResult
+    op: TrainPass
+    had: float
+    steps: Iterator[PassResult] | None = None  # None until it begins
+    results: PassResult = field(default_factory=PassResult)
     watch: Stopwatch = field(default_factory=Stopwatch)
 
 
 class Loop:
-    """Drives a backend from an inbox; answers through `send`. An inbox entry None means that the daemon is gone."""
+    """Drives a backend from an inbox; answers through `send`. An inbox entry None means that the daemon is gone.
+
+    `rows` are the sequences that the sampler decodes together.
+    """
 
     def __init__(
-        self, backend: Backend, inbox: queue.SimpleQueue[ToWorker | None], send: Callable[[FromWorker], None]
+        self,
+        backend: Backend,
+        inbox: queue.SimpleQueue[ToWorker | None],
+        send: Callable[[FromWorker], None],
+        rows: int = _ROWS,
     ) -> None:
         self._train = backend.train
-        self._sample = backend.sample
         self._inbox = inbox
         self._send = send
+        self._recorder = Recorder(send)
+        self._samples = SampleLane(backend.sample, rows, send, self._recorder)
         self._calls: deque[Call] = deque()
-        self._pass: _Pass | None = None
-        self._sampling: dict[RequestId, Stopwatch] = {}
+        self._passes: list[_Pass] = []
         self._train_lead = 0.0  # seconds that training had more than sampling while both had work
         self._stopping = False
         self._trimmer = Trimmer()
@@ -74,14 +87,16 @@ class Loop:
         """Work until told to stop."""
         while True:
             self._read()
-            if self._stopping and self._pass is None:
+            if self._stopping and not self._passes:
+                self._recorder.report(idle=True)
                 return
             self._turn()
 
     def _read(self) -> None:
         """Take everything from the inbox; wait for something only when there is nothing to do."""
-        idle = not (self._calls or self._pass or self._sample.busy or self._stopping)
+        idle = not (self._calls or self._passes or self._samples.busy or self._stopping)
         if idle and self._inbox.empty():
+            self._recorder.report(idle=True)
             self._trimmer.quiet()
         while True:
             try:
@@ -93,61 +108,87 @@ class Loop:
 
     def _take(self, message: ToWorker | None) -> None:
         match message:
+            case Call(number, TrainPass() as op):
+                had = min((current.had for current in self._passes), default=0.0)
+                self._passes.append(_Pass(number, op, had))
             case Call():
                 self._calls.append(message)
             case AddSample(job):
-                self._sampling[job.request] = Stopwatch()
-                self._guarded_sample(lambda: self._sample.add(job), job.request)
+                self._samples.add(job)
             case CancelSample(request):
-                self._sampling.pop(request, None)
-                self._sample.cancel(request)
+                self._samples.cancel(request)
             case _:
                 self._stopping = True
                 self._calls.clear()
+                self._passes = [current for current in self._passes if current.steps is not None]
 
     def _turn(self) -> None:
-        training = bool(self._calls or self._pass)
-        sampling = self._sample.busy and not self._stopping
+        training = bool(self._calls or self._passes)
+        sampling = self._samples.busy and not self._stopping
         if not (training and sampling):
             self._train_lead = 0.0
-        start = time.perf_counter()
-        if training and not (sampling and self._train_lead > 0):
+        if sampling and (not training or self._train_lead > 0 or self._hurry()):
+            self._train_lead -= self._samples.turn()
+        elif training:
+            start = time.perf_counter()
             self._train_turn()
             self._train_lead += time.perf_counter() - start
-        elif sampling:
-            self._sample_turn()
-            self._train_lead -= time.perf_counter() - start
+        self._recorder.report(idle=False)
+
+    def _hurry(self) -> bool:
+        """Whether sampling goes next although it has had its share. It is paid back: training then gets as much more
+        later, and once sampling is too far ahead newcomers wait as everyone does."""
+        return self._samples.expectant and self._train_lead > -_ADVANCE_SECONDS
 
     def _train_turn(self) -> None:
-        """One micro-batch of the pass in hand, or one other operation."""
-        if self._pass is None:
+        """One operation that is not a pass, or one micro-batch of a pass."""
+        if self._calls:
             call = self._calls.popleft()
-            if isinstance(call.op, TrainPass):
-                self._pass = _Pass(call.number, self._train.train_pass(call.op.items), {})
-            else:
-                self._answer(call.number, lambda: self._apply(call.op))
-                return
-        current = self._pass
-        ended = _timed(current.watch, lambda: self._micro_batch(current))
+            watch = Stopwatch()
+            result = _timed(watch, lambda: self._shielded(call.op))
+            self._record(Kind.TRAIN if isinstance(call.op, OptimStep) else Kind.OTHER, watch, _runs(call.op))
+            self._send(Returned(call.number, result, watch))
+            return
+        current = min(self._passes, key=lambda p: (p.had, -p.number))  # among equals the newest: it may be short
+        turn = Stopwatch()
+        ended = _timed(turn, lambda: self._micro_batch(current))
+        current.watch.add(turn.started_at, turn.seconds)
+        current.had += turn.seconds / current.op.weight
+        self._record(Kind.TRAIN, turn, _runs(current.op))
         if ended is not None:
-            self._pass = None
+            self._passes.remove(current)
             self._send(Returned(current.number, ended, current.watch))
+
+    def _record(self, kind: Kind, turn: Stopwatch, runs: list[RunId]) -> None:
+        sessions: dict[SessionId, float] = {}
+        for session in map(session_of, runs):
+            sessions[session] = sessions.get(session, 0.0) + turn.seconds / len(runs)
+        self._recorder.turn(kind, turn.started_at, turn.seconds, sessions, len(runs))
 
     def _micro_batch(self, current: _Pass) -> PassResult | OpenRLError | None:
         """Advance a pass; what it is answered with once it has ended."""
         try:
+            if current.steps is None:
+                current.steps = self._train.train_pass(current.op.items)
             current.results.update(next(current.steps))
+            if len(current.results) < len(current.op.items):
+                return None
+            next(current.steps, None)  # nothing is left but its own end, which no other turn need come before
         except StopIteration:
-            return current.results
+            pass
         except OpenRLError as error:
             return error
         except Exception as error:  # noqa: BLE001 - a fault of the backend becomes an answer
-            return _fault(error)
-        return None
+            return fault(error)
+        return current.results
 
-    def _answer(self, number: int, action: Callable[[], OpResult]) -> None:
-        watch = Stopwatch()
-        self._send(Returned(number, _timed(watch, lambda: _shielded(action)), watch))
+    def _shielded(self, op: WorkerOp) -> OpResult | OpenRLError:
+        try:
+            return self._apply(op)
+        except OpenRLError as error:
+            return error
+        except Exception as error:  # noqa: BLE001 - a fault of the backend becomes an answer
+            return fault(error)
 
     def _apply(self, op: WorkerOp) -> OpResult:
         match op:
@@ -165,35 +206,9 @@ class Loop:
                 raise BackendFault("a training pass is not a single operation")
         return None
 
-    def _sample_turn(self) -> None:
-        turn = Stopwatch()
-        finished = _timed(turn, lambda: self._guarded_sample(self._sample.step, None)) or []
-        sharers = [*self._sample.active, *(request for request, _ in finished)]
-        for request in sharers:
-            if request in self._sampling:
-                self._sampling[request].add(turn.started_at, turn.seconds / len(sharers))
-        for request, result in finished:
-            self._finish_sample(request, result)
 
-    def _guarded_sample(
-        self, action: Callable[[], list[tuple[RequestId, SampleOutput | OpenRLError]] | None], request: RequestId | None
-    ) -> list[tuple[RequestId, SampleOutput | OpenRLError]] | None:
-        """Run a sampler call; its fault fails `request`, or everything in the sampler when the fault has no owner."""
-        try:
-            return action()
-        except OpenRLError as error:
-            self._fail_samples(request, error)
-        except Exception as error:  # noqa: BLE001 - a fault of the backend becomes an answer
-            self._fail_samples(request, _fault(error))
-        return None
-
-    def _fail_samples(self, request: RequestId | None, error: OpenRLError) -> None:
-        for doomed in [request] if request is not None else list(self._sampling):
-            self._sample.cancel(doomed)
-            self._finish_sample(doomed, error)
-
-    def _finish_sample(self, request: RequestId, result: SampleOutput | OpenRLError) -> None:
-        self._send(Sampled(request, result, self._sampling.pop(request, Stopwatch())))
+def _runs(op: WorkerOp) -> list[RunId]:
+    return [item.run for item in op.items] if isinstance(op, TrainPass) else [op.run]
 
 
 def _timed(watch: Stopwatch, action: Callable[[], T]) -> T:
@@ -201,17 +216,3 @@ def _timed(watch: Stopwatch, action: Callable[[], T]) -> T:
     result = action()
     watch.add(began_at, time.perf_counter() - start)
     return result
-
-
-def _shielded(action: Callable[[], OpResult]) -> OpResult | OpenRLError:
-    try:
-        return action()
-    except OpenRLError as error:
-        return error
-    except Exception as error:  # noqa: BLE001 - a fault of the backend becomes an answer
-        return _fault(error)
-
-
-def _fault(error: Exception) -> BackendFault:
-    log.error("the backend failed", exc_info=error)
-    return BackendFault(f"the backend failed: {type(error).__name__}: {error}", "The worker's log has the traceback.")

@@ -27,7 +27,8 @@ log = logging.getLogger(__name__)
 def main() -> None:
     """Open the model that the daemon asks for, then serve it until told to stop or the daemon is gone."""
     _die_with_parent()
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C reaches the whole group; the daemon decides when we end
+    for stop in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the daemon decides when we end
+        signal.signal(stop, signal.SIG_IGN)
     _set_before_torch()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s worker %(name)s: %(message)s")
     connection = Connection(int(sys.argv[1]))
@@ -46,7 +47,9 @@ def main() -> None:
     inbox: queue.SimpleQueue[ToWorker | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
     connection.send(Ready(backend.info, backend.report))
-    Loop(backend, inbox, _sender(connection)).run()
+    Loop(backend, inbox, _sender(connection), spec.max_sample_rows).run()
+    logging.shutdown()
+    os._exit(0)  # all is answered and written; taking torch down object by object would cost seconds of every restart
 
 
 def _open(spec: WorkerSpec, connection: Connection) -> Backend:
@@ -65,6 +68,7 @@ def _open(spec: WorkerSpec, connection: Connection) -> Backend:
             max_batch_tokens=spec.max_batch_tokens,
             max_sample_rows=spec.max_sample_rows,
             max_kv_tokens=spec.max_kv_tokens,
+            prefix_cache_tokens=spec.prefix_cache_tokens,
             name=spec.model.name,
         )
     )

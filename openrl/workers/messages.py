@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from enum import StrEnum
 from pathlib import Path
 
 from openrl.backends.base import SampleJob, TrainItem
@@ -17,6 +18,7 @@ from openrl.types import (
     RequestId,
     RunId,
     SampleOutput,
+    SessionId,
     TrainOutput,
 )
 
@@ -35,6 +37,7 @@ class WorkerSpec:
     max_batch_tokens: int
     max_sample_rows: int
     max_kv_tokens: int
+    prefix_cache_tokens: int = 16384
 
 
 # ---- operations: one at a time, in order, each answered ----
@@ -53,9 +56,13 @@ class DropRun:
 
 @dataclass(frozen=True, slots=True)
 class TrainPass:
-    """Answered by `dict[RequestId, TrainOutput | OpenRLError]`, an entry for each item."""
+    """Answered by `dict[RequestId, TrainOutput | OpenRLError]`, an entry for each item.
+
+    Passes that are in hand at the same time take turns, micro-batch by micro-batch, in shares of their `weight`.
+    """
 
     items: tuple[TrainItem, ...]
+    weight: float = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -156,6 +163,41 @@ class Stopwatch:
         self.started_at, self.seconds = other.started_at, other.seconds
 
 
+class Kind(StrEnum):
+    """What a device can be busy with."""
+
+    TRAIN = "train"  # passes and optimizer steps
+    SAMPLE = "sample"
+    OTHER = "other"  # making, loading and saving adapters
+
+
+@dataclass(slots=True)
+class Span:
+    """A stretch of time, in seconds since the epoch, in which the device did one kind of thing.
+
+    It may be made of several turns with gaps of milliseconds: `seconds` is how long the device worked in it, `longest`
+    its longest turn. `sessions` says how many of the seconds each session had. `rows` is the most sequences that were
+    drawn together, or runs that were trained together.
+    """
+
+    kind: Kind
+    start: float
+    end: float
+    seconds: float
+    longest: float
+    turns: int
+    rows: int
+    sessions: dict[SessionId, float]
+
+
+@dataclass(frozen=True, slots=True)
+class Turns:
+    """What the device did lately, and which samples have begun. Sent unasked, a few times a second."""
+
+    spans: tuple[Span, ...]
+    begun: tuple[RequestId, ...]
+
+
 @dataclass(frozen=True, slots=True)
 class Returned:
     number: int
@@ -170,4 +212,5 @@ class Sampled:
     watch: Stopwatch
 
 
-FromWorker = Progress | Ready | Unusable | Returned | Sampled
+News = Progress | Turns  # what a worker tells unasked
+FromWorker = News | Ready | Unusable | Returned | Sampled

@@ -3,22 +3,26 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
+from typing import Protocol, runtime_checkable
 
 from openrl.backends.base import SampleJob
 from openrl.types import DeviceReport, ModelInfo, RequestId, SampleOutput
-from openrl.workers.messages import OpResult, Progress, Stopwatch, WorkerOp
+from openrl.workers.messages import News, OpResult, Stopwatch, WorkerOp
 
 
 class Worker(Protocol):
     """One opened model. Calls raise `WorkerDied` when the worker ends with the call in hand."""
 
-    async def start(self, on_progress: Callable[[Progress], None]) -> tuple[ModelInfo, DeviceReport]:
-        """Prepare and open the model; raises `OpenRLError` when it cannot be served."""
+    async def start(self, on_news: Callable[[News], None]) -> tuple[ModelInfo, DeviceReport]:
+        """Prepare and open the model; raises `OpenRLError` when it cannot be served.
+
+        `on_news` is told of the progress, and later, as long as the worker lives, of what the device does.
+        """
         ...
 
     async def call(self, op: WorkerOp, watch: Stopwatch | None = None) -> OpResult:
-        """Run one operation; operations run in the order of the calls. Raises the operation's `OpenRLError`.
+        """Run one operation; they run in the order of the calls, save that training passes in hand take turns with
+        each other and let everything else go first. Raises the operation's `OpenRLError`.
 
         However it ends, `watch` then tells when it had the device.
         """
@@ -39,6 +43,16 @@ class Worker(Protocol):
     @property
     def alive(self) -> bool: ...
 
-    async def close(self) -> None:
-        """Let the operation in hand end, then end the worker."""
+    async def close(self, seconds: float) -> None:
+        """Let the operation in hand end, then end the worker; kill it if that takes more than `seconds`."""
+        ...
+
+
+@runtime_checkable
+class Process(Protocol):
+    """A worker that is a process of this machine, and so has memory to look at."""
+
+    @property
+    def pid(self) -> int | None:
+        """None until it is started."""
         ...
