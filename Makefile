@@ -6,6 +6,7 @@
 #   make compat   every public name and command of the SDK against a running server; writes docs/compatibility.md
 #   make cookbook   recipes and server tests of the unmodified tinker-cookbook, offline; writes docs/cookbook.md
 #   make lint     format and lint checks, type check
+#   make deploy-check  chart, manifests and Dockerfile, by Helm, the Kubernetes schemas and hadolint; no cluster needed
 #   make bench    tokens a second against plain transformers + PEFT
 #   make clean    remove the environment and everything built or written here
 #
@@ -30,7 +31,7 @@ MODEL := smollm2-135m-instruct
 # Idle OpenMP threads would spin and take the cores from the other process: server and client share this machine.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-sdks compat cookbook cookbook-env lint bench clean
+.PHONY: demo test test-sdks compat cookbook cookbook-env lint deploy-check bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -59,6 +60,9 @@ lint: $(VENV)/.dev
 	$(BIN)/ruff check .
 	$(BIN)/pyright --pythonpath $(BIN)/python
 
+deploy-check: $(VENV)/deploy/.made
+	$(VENV)/deploy/bin/python deploy/check.py --tools $(VENV)/deploy/crds
+
 bench: $(VENV)/.dev
 	$(BIN)/openrl models pull $(MODEL)
 	$(BIN)/openrl bench $(ARGS)
@@ -81,6 +85,12 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 # An environment for one release of the SDK; it shares what the main one has.
 $(VENV)/sdks/%/.made: tests/sdks/environment.py | $(VENV)/.dev
 	$(BIN)/python tests/sdks/environment.py $* $(@D)
+	@touch $@
+
+# The validators of deploy/ have an environment of their own: none of it is needed elsewhere.
+$(VENV)/deploy/.made: deploy/requirements-check.txt
+	$(PYTHON) -m venv $(VENV)/deploy
+	$(VENV)/deploy/bin/python -m pip install --quiet --disable-pip-version-check -r deploy/requirements-check.txt
 	@touch $@
 
 # The cookbook lies over the main environment, so that torch and transformers are not installed again.
