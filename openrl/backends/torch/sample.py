@@ -1,7 +1,8 @@
 """The sampler: continuous batching over one frozen base model and many LoRA adapters.
 
 Each `step` is one turn on the device: prefill what is waiting, in bounded parts, or decode one token for every live
-sequence; the two alternate while both have work. `schedule` decides who takes part, `runner` computes.
+sequence; the two alternate while both have work, and so do short prompts with the parts of a long one. `schedule`
+decides who takes part, `prefix_cache` what need not be computed again, `runner` computes.
 """
 
 from __future__ import annotations
@@ -18,13 +19,16 @@ from openrl.backends.torch.adapter_cache import AdapterCache, AdapterLoader
 from openrl.backends.torch.adapter_files import load_adapter
 from openrl.backends.torch.memory import is_out_of_memory
 from openrl.backends.torch.model import CausalLM
-from openrl.backends.torch.packed import pack
+from openrl.backends.torch.packed import pack_head
+from openrl.backends.torch.prefill import Prefix
+from openrl.backends.torch.prefix_cache import PrefixCache, PrefixStats, reusable
 from openrl.backends.torch.runner import Runner, Token
-from openrl.backends.torch.schedule import Prefix, Schedule
+from openrl.backends.torch.sample_checks import check_payload
+from openrl.backends.torch.schedule import Schedule
 from openrl.backends.torch.sequences import Job, PromptScores, Sequence, row_knobs
 from openrl.backends.torch.stops import Stops
 from openrl.errors import BadRequest, OpenRLError, OutOfMemory
-from openrl.types import Cells, RequestId, SampleOutput, SamplePayload, SamplingParams
+from openrl.types import RequestId, SampleOutput
 
 # Prompt tokens that one turn computes: a turn should end soon, so that decoding and training get theirs.
 _PREFILL_TOKENS_CPU = 512
@@ -35,7 +39,8 @@ _SMALLEST_PART = 64  # prompt tokens a turn, below which running out of memory i
 class Sampler:
     """Implements `SampleBackend` on a `CausalLM`. `folder` is the model's, for its tokenizer.
 
-    `load` reads adapters (default: PEFT folders); `prefill_tokens` bounds the prompt tokens of one turn.
+    `load` reads adapters (default: PEFT folders); `prefill_tokens` bounds the prompt tokens of one turn;
+    `prefix_cache_tokens` is how many tokens of earlier requests are kept beside those in hand.
     """
 
     def __init__(
@@ -47,18 +52,23 @@ class Sampler:
         *,
         load: AdapterLoader | None = None,
         prefill_tokens: int | None = None,
+        prefix_cache_tokens: int = 16384,
     ) -> None:
         usual = _PREFILL_TOKENS_CPU if model.device.type == "cpu" else _PREFILL_TOKENS_GPU
         load = load or (lambda ref: load_adapter(ref.folder, model.shapes, model.device))
-        pack(model)
+        pack_head(model)
         self._model = model
         self._max_kv_tokens = max_kv_tokens
         self._runner = Runner(model, max_rows, max_kv_tokens)
-        self._schedule = Schedule(max_rows, prefill_tokens or usual, self._runner.kv.fits)
+        self._cache = PrefixCache(prefix_cache_tokens if reusable(model.config) else 0)
+        self._schedule = Schedule(
+            max_rows, prefill_tokens or usual, self._runner.kv.fits, self._stored, _reach_of(model)
+        )
         self._stops = Stops(folder, model.eos_ids)
         self._adapters = AdapterCache(load, model.dtype)
         self._queued = 0
         self._prefilled = False  # whether the last turn was a prefill
+        self._grew = False  # whether the last prefill was a part of a long prompt
         self._finished: list[tuple[RequestId, SampleOutput | OpenRLError]] = []
 
     # ---- SampleBackend ----
@@ -73,6 +83,11 @@ class Sampler:
         """The request of each sequence that has a row now."""
         growing = self._schedule.growing
         return [s.job.request for s in self._schedule.live] + ([growing.job.request] if growing else [])
+
+    @property
+    def waiting(self) -> int:
+        """Sequences that were added and have no row yet."""
+        return len(self._schedule.waiting)
 
     def add(self, job: SampleJob) -> None:
         """Queue a job. Raises `BadRequest` if it can never run: illegal values, or more tokens than ever fit."""
@@ -104,8 +119,13 @@ class Sampler:
             self._runner.clear()
             if self._finished:  # work goes on, so that trying more at a time again cannot go in circles
                 self._schedule.relax()
+                self._cache.relax()
         finished, self._finished = self._finished, []
         return finished
+
+    def stats(self) -> PrefixStats:
+        """What the prefix cache holds and has been good for."""
+        return self._cache.stats()
 
     # ---- intake ----
 
@@ -135,6 +155,7 @@ class Sampler:
 
     def _turn(self) -> None:
         schedule = self._schedule
+        self._cache.begin_turn()
         if not (schedule.live and self._prefilled) and self._prefill_turn():
             self._prefilled = True
         elif schedule.live:
@@ -144,61 +165,78 @@ class Sampler:
     def _prefill_turn(self) -> bool:
         """Compute one part of what is waiting; False when there is no room for any of it."""
         schedule = self._schedule
-        if schedule.growing is None:
+        growing = schedule.growing
+        if growing is None or self._grew:
+            self._grew = False
             plan = self._with_adapters(schedule.plan())
-            if not plan:
-                return False
-            if plan[0].source is not None or not schedule.long(plan[0].members[0]):
+            if plan and not plan[0].long:
                 self._shielded(lambda: self._prefill(plan), plan)
                 return True
-            schedule.growing = plan[0]
-        growing = schedule.growing
+            growing = schedule.growing = plan[0] if plan else growing
+        if growing is None:
+            return False
+        self._grew = True
         self._shielded(lambda: self._grow(growing), [growing])
         return True
 
     def _with_adapters(self, plan: list[Prefix]) -> list[Prefix]:
         """The prefixes whose adapter is there, those of one side by side; jobs whose adapter cannot be loaded fail."""
-        in_use = {s.job.adapter_key for s in self._schedule.live} | {p.job.adapter_key for p in plan}
-        for job in {p.job for p in plan if p.job.source.adapter is not None}:
+        everyone = [*self._schedule.live, *(p.members[0] for p in plan)]
+        in_use = {s.job.adapter_key for s in everyone}
+        if self._schedule.growing is not None:
+            in_use.add(self._schedule.growing.job.adapter_key)
+        for job in {job for p in plan for job in p.jobs if job.source.adapter is not None}:
             try:
                 assert job.source.adapter is not None
                 job.adapter = self._adapters.get(job.source.adapter, in_use)
             except OpenRLError as error:
                 self._fail(job, error)
-        return sorted((p for p in plan if not p.job.ended), key=lambda p: p.job.adapter_key)
+        plan = sorted((p for p in plan if not p.job.ended), key=lambda p: p.job.adapter_key)
+        for p in plan:
+            if p.source is None:
+                self._cache.use(p.job.adapter_key, p.tokens, len(p.blocks))
+        return plan
 
     def _prefill(self, plan: list[Prefix]) -> None:
         """Compute short prefixes together, or copy them from a live sequence, and draw first tokens."""
-        members = [m for p in plan for m in p.members]
-        self._place([m for m in members if self._schedule.needs_slot(m)])
+        keepers = [m for p in plan for m in p.keepers]
+        if keepers:
+            self._place(keepers)
         fresh = [p for p in plan if p.source is None]
         if fresh:
-            self._runner.compute(fresh)
+            with self._cache.claiming([_worth_storing(p) for p in fresh]) as claims:
+                self._runner.blocks.reserve(self._cache.size, self._cache.limit)
+                self._runner.compute(fresh, claims)
         for p in plan:
             if p.source is not None:
                 self._runner.fork(p.source, p.members, len(p.tokens))
-                p.end = p.job.end
+                p.end = p.source.job.end
+                for job in p.jobs:
+                    job.end = p.end
         self._draw_first(plan)
 
     def _grow(self, prefix: Prefix) -> None:
         """Compute the next part of a long prefix; draw the first tokens when it is whole."""
         schedule = self._schedule
-        if prefix.done == 0:
+        if prefix.done == prefix.start:
             self._place([])
-        self._runner.compute_part(prefix, schedule.prefill_tokens)
+        self._runner.compute_part(prefix, schedule.part(prefix))
         if prefix.end is None:
             return
+        self._store([(prefix.members[0], prefix.tokens)])
         # Live sequences have grown meanwhile: what no longer fits begins later, as a copy.
-        while len(prefix.members) > 1 and not self._fits_with(prefix):
-            schedule.requeue([prefix.members.pop()])
+        while len(prefix.keepers) > 1 and not self._fits_with(prefix):
+            late = prefix.keepers[-1]
+            prefix.members.remove(late)
+            schedule.requeue([late])
         schedule.growing = None
-        self._place(prefix.members)
+        self._place(prefix.keepers)
         self._runner.fork(prefix.members[0], prefix.members, len(prefix.tokens))
         self._draw_first([prefix])
 
     def _fits_with(self, prefix: Prefix) -> bool:
         schedule = self._schedule
-        rows = len(schedule.live) + len(prefix.members)
+        rows = len(schedule.live) + len(prefix.keepers)
         return rows <= schedule.rows and self._runner.kv.fits(rows, schedule.longest())
 
     def _draw_first(self, plan: Items[Prefix]) -> None:
@@ -208,7 +246,10 @@ class Sampler:
 
     def _decode(self) -> None:
         schedule = self._schedule
-        schedule.make_room()
+        surplus = schedule.surplus()
+        if surplus:
+            self._store([(s, s.history()[:-1]) for s in surplus if s.slot >= 0 and s.begun])
+            schedule.requeue(surplus)
         if self._unplaced() or not self._runner.kv.holds(schedule.slots, schedule.longest()):
             self._place([])
         self._take(schedule.live, self._runner.decode(schedule.live))
@@ -218,11 +259,35 @@ class Sampler:
         return any(s.slot != i for i, s in enumerate(self._schedule.live))
 
     def _place(self, newcomers: Items[Sequence]) -> None:
+        """Give newcomers and a prompt that begins to grow their slots, and close the holes that others left."""
         schedule = self._schedule
         everyone = [*schedule.live, *newcomers]
         tail = schedule.growing.members[0] if schedule.growing else None
         length = max(schedule.longest(), max((s.length for s in newcomers), default=0))
         schedule.live = self._runner.place(everyone, tail, length)
+
+    # ---- what is kept for later requests ----
+
+    def _stored(self, sequence: Sequence, most: int) -> list[int]:
+        return self._cache.find(sequence.job.adapter_key, sequence.history(), most)
+
+    def _store(self, beginnings: Items[tuple[Sequence, list[int]]]) -> None:
+        """Keep what sequences hold in their slots for these tokens, if memory allows."""
+        wanted = [(s.job.adapter_key, tokens) for s, tokens in beginnings]
+        try:
+            with self._cache.claiming(wanted) as claims:
+                if any(claim.blocks for claim in claims):
+                    self._runner.blocks.reserve(self._cache.size, self._cache.limit)
+                    self._runner.keep([(s, claim) for (s, _), claim in zip(beginnings, claims, strict=True)])
+        except RuntimeError as error:
+            if not is_out_of_memory(error):
+                raise
+            self._forget()
+
+    def _forget(self) -> bool:
+        """Give the memory of what is stored back; whether there was any."""
+        self._runner.blocks.clear()
+        return self._cache.give_up()
 
     # ---- results ----
 
@@ -240,7 +305,9 @@ class Sampler:
                 if job.done:
                     job.ended = True
                     self._finished.append((job.request, job.output()))
+        held = [s for s in self._schedule.live if s in complete]
         self._schedule.retire(complete)
+        self._store([(s, s.history()[:-1]) for s in held])
 
     def _fail_broken(self, sequence: Sequence) -> None:
         self._fail(
@@ -271,16 +338,19 @@ class Sampler:
         self._relieve(plan)
 
     def _relieve(self, plan: Items[Prefix]) -> None:
-        """Take on less: fewer prompts, fewer rows, shorter parts, in this order; fail what is alone and too much."""
+        """Give up what is stored, then take on less: fewer prompts, fewer rows, shorter parts, in this order; fail what
+        is alone and too much."""
         schedule = self._schedule
         members = [m for p in plan for m in p.members if not m.job.ended]
         lost = not self._runner.intact
         if lost:
-            members += schedule.live
+            members += [*schedule.live, *(schedule.growing.members if schedule.growing else ())]
             self._runner.clear()
         schedule.requeue(members)
         rows = len(schedule.live)
-        if len(plan) > 1:
+        if self._forget():
+            pass
+        elif len(plan) > 1:
             schedule.prefixes = len(plan) // 2
         elif rows > 1 or (rows and members):
             schedule.rows = max(1, rows // 2)
@@ -299,32 +369,12 @@ class Sampler:
             self._fail(job, OutOfMemory(f"the device ran out of memory on this request of {len(job.prompt)} tokens."))
 
 
-def check_payload(payload: SamplePayload, vocab: int) -> None:
-    """Raises BadRequest for values that no sampler can work with (S3, S10)."""
-    params: SamplingParams = payload.params
-    ids, last = payload.prompt, payload.prompt_logprobs_last_n
-    rules = {
-        "prompt": (ids.ndim == 1 and len(ids) > 0 and ids.min() >= 0 and ids.max() < vocab, f"ids below {vocab}"),
-        "num_samples": (payload.num_samples >= 1, "1 or more"),
-        "max_tokens": (params.max_tokens is None or params.max_tokens >= 1, "1 or more, or none"),
-        "temperature": (0 <= params.temperature < float("inf"), "0 or more"),
-        "top_p": (0 < params.top_p <= 1, "above 0, up to 1"),
-        "top_k": (params.top_k == -1 or params.top_k >= 1, "-1 for all, or 1 or more"),
-        "topk_prompt_logprobs": (0 <= payload.topk_prompt_logprobs <= vocab, f"0 to {vocab}"),
-        "prompt_alt_tokens_k": (payload.prompt_alt_tokens_k >= 0, "0 or more"),
-        "prompt_logprobs_last_n": (last is None or 1 <= last < len(ids), "1 to the prompt's length less 1, or none"),
-        "target_prompt_logprobs": (_legal_targets(payload, vocab), f"[prompt - 1, K] of ids below {vocab}, or -1"),
-        "topk_sample_logprobs": (0 <= payload.topk_sample_logprobs <= vocab, f"0 to {vocab}"),
-    }
-    for name, (good, legal) in rules.items():
-        if not good:
-            given = getattr(payload, name, getattr(params, name, None))
-            shown = f"{len(ids)} ids" if name == "prompt" else "another table" if isinstance(given, Cells) else given
-            raise BadRequest(f"{name} is {shown}.", f"Legal: {legal}.")
+def _reach_of(model: CausalLM) -> float:
+    """After how many tokens attending to them costs as much as a token's other sums, whose kernels are faster."""
+    return model.parameters / (3 * model.config.hidden_size * model.config.num_hidden_layers)
 
 
-def _legal_targets(payload: SamplePayload, vocab: int) -> bool:
-    cells = payload.target_prompt_logprobs
-    if cells is None:
-        return True
-    return cells.shape[0] == len(payload.prompt) - 1 and bool(((cells.values >= -1) & (cells.values < vocab)).all())
+def _worth_storing(prefix: Prefix) -> tuple[str, list[int]]:
+    """The key and tokens to store of a prefix: nothing of one that is only scored, as it will hardly come again."""
+    scored = all(m.last and m.job.scores is not None for m in prefix.members)
+    return prefix.job.adapter_key, [] if scored else prefix.tokens

@@ -74,6 +74,10 @@ class Job:
     end: Tensor | None = None  # hidden state [H] of the last prompt token, once computed: later samples start from it
     results: list[SampledSequence | None] = field(default_factory=list["SampledSequence | None"])
     ended: bool = False  # answered, or forgotten
+    origin: tuple[str, bytes] = field(init=False)  # equal for jobs whose samples start from the same keys and values
+
+    def __post_init__(self) -> None:
+        self.origin = self.adapter_key, np.array(self.prompt, np.int32).tobytes()
 
     @property
     def request(self) -> RequestId:
@@ -83,6 +87,11 @@ class Job:
     def adapter_key(self) -> str:
         """Empty for the base model."""
         return self.source.adapter.key if self.source.adapter is not None else ""
+
+    @property
+    def unscored(self) -> bool:
+        """Whether something is asked of the prompt that is not computed yet."""
+        return self.scores is not None and self.end is None
 
     @property
     def done(self) -> bool:
@@ -131,13 +140,18 @@ class Sequence:
         return len(self.job.prompt) + self.job.limit
 
     @property
+    def begun(self) -> bool:
+        """Whether it has tokens of its own, so that it shares its beginning with nobody."""
+        return bool(self.tokens)
+
+    @property
     def last(self) -> bool:
         """Whether the next token must be the last one, so that nothing need be kept for more."""
         return len(self.tokens) + 1 >= self.job.limit
 
     def history(self) -> list[int]:
-        """All tokens so far, prompt included."""
-        return self.job.prompt + self.tokens
+        """All tokens so far, prompt included; not to be changed."""
+        return self.job.prompt + self.tokens if self.tokens else self.job.prompt
 
     def push(self, token: int, logprob: float, top: TopRow | None) -> bool:
         """Take a drawn token; whether the sequence is complete now, in which case the job has its result."""
