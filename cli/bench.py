@@ -1,4 +1,4 @@
-"""`openrl bench`: tokens a second of our server against plain transformers + PEFT, in one run on the same data."""
+"""`openrl bench`: speed, memory and sharing, measured in one run and held against targets."""
 
 from __future__ import annotations
 
@@ -9,43 +9,37 @@ import tempfile
 from collections.abc import Callable, Generator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
-from enum import StrEnum
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import psutil
 import typer
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-from openrl.errors import BackendFault, ModelError
+from openrl.errors import BackendFault, ModelError, SettingsError
 from openrl.models import catalog
 from openrl.settings import load
-from openrl.types import ModelSpec
 from openrl_cli import console
-from openrl_recipes.local_server import Endpoint, ServerError, local_server
+from openrl_recipes.local_server import ServerError, local_server
 
 if TYPE_CHECKING:
-    from openrl.bench.rounds import Result
+    from openrl.bench.result import Finding, Rates, Result
+    from openrl.bench.run import Extras
 
-_NEEDED = ("tinker", "torch", "transformers", "peft")
-_LATENCY_STEPS = 200
+_NEEDED = ("tinker", "torch", "transformers", "peft", "matplotlib")
+PARTS = ("overhead", "train", "matrix", "joined", "sample", "prefix", "jobs", "latency", "memory")
 
-
-class Part(StrEnum):
-    """What can be measured."""
-
-    TRAIN = "train"
-    SAMPLE = "sample"
-    OVERHEAD = "overhead"
-
-
-Parts = Annotated[list[Part] | None, typer.Argument(help="What to measure; all of it by default.")]
+Parts = Annotated[list[str] | None, typer.Argument(help=f"What to measure: {', '.join(PARTS)}. By default all.")]
 Model = Annotated[str, typer.Option(help="The model, as for `openrl serve`.")]
-Rank = Annotated[int, typer.Option(min=1, help="LoRA rank on both sides.")]
+Rank = Annotated[int, typer.Option(min=1, help="LoRA rank on all sides.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count; their median is shown.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads of each side; 0 means physical cores.")]
-Dtype = Annotated[str, typer.Option(help="The server's dtype: auto, float32 or bfloat16. The plain loop is float32.")]
+Dtype = Annotated[str, typer.Option(help="The server's dtype: auto, float32 or bfloat16.")]
+VllmPython = Annotated[
+    Path | None, typer.Option(exists=True, dir_okay=False, help="A Python that has vLLM: sample with it too.")
+]
+Picture = Annotated[Path, typer.Option(help="Where the part `jobs` draws what the device did, as PNG.")]
 AsJson = Annotated[bool, typer.Option("--json", help="Print JSON instead of tables.")]
 
 
@@ -56,19 +50,24 @@ def bench(
     rounds: Rounds = 3,
     threads: Threads = 0,
     dtype: Dtype = "auto",
+    vllm_python: VllmPython = None,
+    picture: Picture = Path("device-use.png"),
     as_json: AsJson = False,
 ) -> None:
-    """Compare this server's speed with plain transformers + PEFT, and measure the overhead of a request.
+    """Measure this server, side by side with plain transformers + PEFT, and hold the figures against targets.
 
-    Starts a server of its own and uses it through the `tinker` SDK over HTTP. The plain loop runs float32, one
-    sequence a forward, and samples with `model.generate`. The sides take turns; neither runs while the other does.
+    Starts servers of its own and uses them through the `tinker` SDK over HTTP. Sides take turns; none runs while
+    another does. All of it takes about half an hour on two cores.
     """
     missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(f"openrl bench needs {', '.join(missing)}.", "Run: pip install 'openrl[dev]'")
-    plan = Plan(tuple(parts or Part), rank, rounds, threads or psutil.cpu_count(logical=False) or 1, dtype)
+    unknown = [part for part in parts or () if part not in PARTS]
+    if unknown:
+        raise SettingsError(f"openrl bench measures no {unknown[0]!r}.", f"Legal: {', '.join(PARTS)}.")
+    plan = _Plan(tuple(parts or PARTS), rank, rounds, threads or psutil.cpu_count(logical=False) or 1, dtype)
     try:
-        result = _run(plan, catalog.resolve(model))
+        result = _run(plan, model, vllm_python, picture)
     except ServerError as error:
         raise BackendFault(str(error)) from None
     if as_json:
@@ -78,86 +77,99 @@ def bench(
 
 
 @dataclass(frozen=True, slots=True)
-class Plan:
-    """What to measure and how."""
-
-    parts: tuple[Part, ...]
+class _Plan:
+    parts: tuple[str, ...]
     rank: int
     rounds: int
     threads: int
     dtype: str
 
 
-def _run(plan: Plan, spec: ModelSpec) -> Result:
-    """Prepare the model, start a server for it, measure.
-
-    The server has a data folder of its own, so that the user's runs are left alone; it serves the ready model's
-    folder, under the folder's name.
-    """
-    from openrl.bench import setting
+def _run(plan: _Plan, model: str, vllm_python: Path | None, picture: Path) -> Result:
+    """Everything that is heavy is imported here: the other commands do without."""
+    from openrl.bench import memory
+    from openrl.bench.result import Result
+    from openrl.bench.run import Extras, Part
+    from openrl.bench.setting import describe
     from openrl.models.prepare import prepare
 
-    console.err.print(f"preparing {spec.name}")
-    folder = prepare(spec, load({}).settings.data_dir, lambda progress: None)
+    console.err.print(f"preparing {model}")
+    folder = prepare(catalog.resolve(model), load({}).settings.data_dir, lambda progress: None)
+    result = Result(describe(model, plan.threads, plan.rank, plan.dtype))
+    with _progress() as tick:
+        _measure(plan, folder, plan.parts, result, Extras(vllm_python, picture), tick)
+        if Part.MEMORY in plan.parts:
+            with tempfile.TemporaryDirectory(prefix="openrl-bench-") as scratch:
+                large = memory.large_vocabulary_model(folder, Path(scratch) / "large-vocabulary")
+                _measure(plan, large, (Part.MEMORY,), result, Extras(), tick)
+    return result
+
+
+def _measure(
+    plan: _Plan, folder: Path, parts: tuple[str, ...], result: Result, extras: Extras, tick: Callable[[str], None]
+) -> None:
+    """Measure parts on a server for the model in `folder`, which has a data folder of its own."""
+    from openrl.bench import run
+    from openrl.bench.served import Door
+    from openrl.bench.stage import Stage
+    from openrl.models import info
+
     engine = ["--threads", str(plan.threads), "--dtype", plan.dtype]
     with tempfile.TemporaryDirectory(prefix="openrl-bench-") as scratch:
         flags = ["--model", str(folder), "--data-dir", scratch, *engine]
         with local_server(Path(scratch) / "server.log", flags, {"HF_HOME": scratch}) as endpoint:
-            result = _measure(plan, folder, endpoint)
-    result.setting = setting.describe(spec.name, plan.threads, plan.rank, plan.dtype)
-    return result
-
-
-def _measure(plan: Plan, folder: Path, endpoint: Endpoint) -> Result:
-    """All figures of one run. What is heavy is imported here: the other commands do without."""
-    from openrl.bench import rounds, served, workload
-    from openrl.models import info
-
-    name, result = catalog.resolve(str(folder)).name, rounds.Result({})
-    work = workload.make(info.describe(folder).vocab_size)
-    measures = [*(rounds.train_measures(work) if Part.TRAIN in plan.parts else [])]
-    measures += rounds.sample_measures(work) if Part.SAMPLE in plan.parts else []
-    if Part.OVERHEAD in plan.parts:
-        console.err.print("measuring the overhead of a request")
-        seconds = served.step_latencies(endpoint.base_url, endpoint.api_key, name, _LATENCY_STEPS)
-        result.latencies.append(rounds.latency("empty optim_step of a rank 1 adapter, over HTTP", seconds))
-    if measures:
-        from openrl.bench.plain import PlainLoop
-
-        ours = served.ServedLoop(endpoint.base_url, endpoint.api_key, name, plan.rank)
-        plain = PlainLoop(folder, plan.rank, plan.threads)
-        with _progress(2 * (plan.rounds + 1) * len(measures)) as tick:
-            result.comparisons = rounds.compare(ours, plain, measures, plan.rounds, tick)
-        ours.close()
-    return result
+            door = Door(endpoint.base_url, endpoint.api_key, catalog.resolve(str(folder)).name)
+            vocabulary = info.describe(folder).vocab_size
+            stage = Stage(door, endpoint.process, folder, vocabulary, plan.rank, plan.threads, plan.rounds, tick)
+            run.measure(tuple(map(run.Part, parts)), stage, result, extras)
 
 
 @contextmanager
-def _progress(total: int) -> Generator[Callable[[str], None]]:
-    """A progress bar; yields what moves it one measurement on."""
-    columns = (TextColumn("measuring"), BarColumn(bar_width=30), MofNCompleteColumn(), TimeElapsedColumn())
+def _progress() -> Generator[Callable[[str], None]]:
+    """A spinner with the last thing measured; yields what tells it."""
+    columns = (SpinnerColumn(), TextColumn("{task.completed} measurements"), TimeElapsedColumn())
     with Progress(*columns, TextColumn("{task.fields[last]}"), console=console.err) as display:
-        task = display.add_task("", total=total, last="")
+        task = display.add_task("", total=None, last="")
         yield lambda last: display.update(task, advance=1, last=last)
 
 
 def _show(result: Result) -> None:
     for name, value in result.setting.items():
         console.out.print(f"{name:>10}  {value}", highlight=False)
-    if result.comparisons:
-        console.out.print(_speed_table(result))
-    for latency in result.latencies:
-        console.out.print(f"{latency.name}, {latency.count} times: p50 {latency.p50:.1f} ms, p95 {latency.p95:.1f} ms")
+    if result.rates:
+        console.out.print(_rates_table(result.rates))
+    if result.findings:
+        console.out.print(_findings_table(result.findings))
 
 
-def _speed_table(result: Result) -> Table:
-    table = Table(title="Tokens a second, medians of the rounds (least to most)")
-    for heading in ("", "openrl", "plain", "ratio"):
-        table.add_column(heading, justify="right" if heading else "left")
-    for row in result.comparisons:
-        table.add_row(row.name, _spread(row.ours), _spread(row.plain), f"[bold]{row.ratio:.2f}[/]")
+def _rates_table(rates: Sequence[Rates]) -> Table:
+    table = Table("", "side", title="Tokens a second, medians of the rounds (least to most)")
+    table.add_column("tokens/s", justify="right")
+    for row in rates:
+        for number, (side, figures) in enumerate(row.sides.items()):
+            spread = f"{statistics.median(figures):.0f} ({min(figures):.0f} to {max(figures):.0f})"
+            table.add_row("" if number else row.name, side, spread)
     return table
 
 
-def _spread(figures: Sequence[float]) -> str:
-    return f"{statistics.median(figures):.0f} ({min(figures):.0f} to {max(figures):.0f})"
+def _findings_table(findings: Sequence[Finding]) -> Table:
+    table = Table("what", title="Against the targets")
+    for heading in ("measured", "target"):
+        table.add_column(heading, justify="right")
+    table.add_column("behind it")
+    for row in findings:
+        colour = {True: "green", False: "red", None: "default"}[row.met]
+        table.add_row(row.what, f"[{colour}]{_figure(row.figure, row.unit)}[/]", _target(row), row.detail)
+    return table
+
+
+def _target(row: Finding) -> str:
+    if row.target is None:
+        return ""
+    return f"{'at most' if row.at_most else 'at least'} {_figure(row.target, row.unit)}"
+
+
+def _figure(figure: float, unit: str) -> str:
+    """Two places for ratios, one digit behind the point for small figures, none for large ones."""
+    text = f"{figure:.2f}" if unit in ("x", "") else f"{figure:.1f}" if figure < 100 else f"{figure:.0f}"
+    return f"{text} {unit}".strip()

@@ -17,7 +17,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Generator, Mapping, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 START_SECONDS = 60.0
@@ -26,10 +26,11 @@ STOP_SECONDS = 30.0
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where a server listens and the key it wants."""
+    """Where a server listens, the key it wants, and its process id."""
 
     base_url: str
     api_key: str
+    process: int = 0
 
     def environment(self) -> dict[str, str]:
         """What the `tinker` SDK reads; the tokenizer comes from the cache that the server filled, never from a hub."""
@@ -61,7 +62,7 @@ def local_server(
         )
     try:
         _wait_until_healthy(process, endpoint, log_file)
-        yield endpoint
+        yield replace(endpoint, process=process.pid)
     finally:
         _stop(process)
 

@@ -3,57 +3,106 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 
 import httpx
+import numpy as np
 import tinker
 from tinker import types
 
-from openrl.bench.workload import Tokens
+from openrl.bench.workload import Example, Tokens
+
+
+@dataclass(frozen=True, slots=True)
+class Door:
+    """Where a server listens, its key, and the served model that is measured."""
+
+    base_url: str
+    api_key: str
+    model: str
+
+    def service(self) -> tinker.ServiceClient:
+        return tinker.ServiceClient(base_url=self.base_url, api_key=self.api_key)
+
+    def http(self) -> httpx.Client:
+        """For what the SDK has no call for."""
+        return httpx.Client(base_url=f"{self.base_url}/api/v1", headers={"X-API-Key": self.api_key}, timeout=60)
 
 
 class ServedLoop:
-    """One LoRA run on a server, and a sampler of its weights."""
+    """`adapters` LoRA runs on a server, and a sampler of each one's weights; training uses the first."""
 
-    def __init__(self, base_url: str, api_key: str, model: str, rank: int) -> None:
-        self._service = tinker.ServiceClient(base_url=base_url, api_key=api_key)
-        self._trainer = self._service.create_lora_training_client(model, rank=rank, seed=0).result()
-        self._sampler = self._trainer.save_weights_and_get_sampling_client().result()
+    def __init__(self, door: Door, rank: int, adapters: int = 1) -> None:
+        self._service = door.service()
+        self.trainers = [
+            self._service.create_lora_training_client(door.model, rank=rank, seed=i).result() for i in range(adapters)
+        ]
+        self.samplers = [t.save_weights_and_get_sampling_client().result() for t in self.trainers]
 
     def close(self) -> None:
         """End the session."""
         self._service.close("success").result()
 
-    def train_step(self, batch: tuple[Tokens, ...]) -> None:
+    def train_step(self, batch: Sequence[Example]) -> None:
         """`forward_backward` and `optim_step`, sent together as one step of a pipelined script."""
-        passed = self._trainer.forward_backward([_datum(tokens) for tokens in batch], "cross_entropy")
-        stepped = self._trainer.optim_step(types.AdamParams(learning_rate=1e-4))
+        passed = self.trainers[0].forward_backward([datum(example) for example in batch], "cross_entropy")
+        stepped = self.trainers[0].optim_step(types.AdamParams(learning_rate=1e-4))
         passed.result()
         stepped.result()
 
-    def sample(self, prompts: tuple[Tokens, ...], new_tokens: int) -> int:
-        """One request a prompt, all in flight together; `stop=[]` means no end-of-sequence stop either."""
-        params = types.SamplingParams(max_tokens=new_tokens, temperature=1.0, stop=[])
-        futures = [self._sampler.sample(types.ModelInput.from_ints(p.tolist()), 1, params) for p in prompts]
+    def sample(self, prompts: Sequence[Tokens], new_tokens: int) -> int:
+        """One request a prompt, all in flight together, spread over the samplers."""
+        futures = [
+            self.samplers[i * len(self.samplers) // len(prompts)].sample(model_input(prompt), 1, params(new_tokens))
+            for i, prompt in enumerate(prompts)
+        ]
         return sum(len(future.result().sequences[0].tokens) for future in futures)
 
 
-def _datum(tokens: Tokens) -> types.Datum:
-    inputs = {"target_tokens": types.TensorData.from_numpy(tokens[1:].astype("int64"))}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1].tolist()), loss_fn_inputs=inputs)
+def params(new_tokens: int) -> types.SamplingParams:
+    """Exactly `new_tokens` tokens: `stop=[]` means no end-of-sequence stop either."""
+    return types.SamplingParams(max_tokens=new_tokens, temperature=1.0, stop=[])
 
 
-def step_latencies(base_url: str, api_key: str, model: str, count: int) -> list[float]:
+def model_input(tokens: Tokens) -> types.ModelInput:
+    return types.ModelInput.from_ints(tokens.tolist())
+
+
+def datum(example: Example) -> types.Datum:
+    """For cross_entropy, with weight 0 where the example is masked."""
+    weights = np.ones(example.length, np.float32)
+    weights[: example.masked] = 0
+    inputs = {
+        "target_tokens": types.TensorData.from_numpy(example.tokens[1:].astype(np.int64)),
+        "weights": types.TensorData.from_numpy(weights),
+    }
+    return types.Datum(model_input=model_input(example.tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def policy_datum(example: Example) -> types.Datum:
+    """For importance_sampling and its kin: made-up logprobs, advantage 1 where the example is not masked."""
+    advantages = np.ones(example.length, np.float32)
+    advantages[: example.masked] = 0
+    inputs = {
+        "target_tokens": types.TensorData.from_numpy(example.tokens[1:].astype(np.int64)),
+        "logprobs": types.TensorData.from_numpy(np.full(example.length, -10.0, np.float32)),
+        "advantages": types.TensorData.from_numpy(advantages),
+    }
+    return types.Datum(model_input=model_input(example.tokens[:-1]), loss_fn_inputs=inputs)
+
+
+def step_latencies(door: Door, count: int) -> list[float]:
     """Seconds of each of `count` empty optimizer steps, one after another over plain HTTP.
 
     Empty means that no gradient was accumulated, and the adapter has rank 1: what remains is what the server adds to
     any request (accept, commit, queue, worker and back, result). Each counts from sending `optim_step` to holding its
     result.
     """
-    with httpx.Client(base_url=f"{base_url}/api/v1", headers={"X-API-Key": api_key}, timeout=60) as client:
+    with door.http() as client:
         session = _post(client, "create_session", {"tags": [], "user_metadata": {}, "sdk_version": tinker.__version__})
         lora = {"rank": 1, "seed": 0, "train_mlp": True, "train_attn": True, "train_unembed": True}
-        create = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": model, "lora_config": lora}
+        create = {"session_id": session["session_id"], "model_seq_id": 0, "base_model": door.model, "lora_config": lora}
         run = _result(client, _post(client, "create_model", create))["model_id"]
         latencies: list[float] = []
         for number in range(1, count + 1):

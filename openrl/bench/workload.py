@@ -1,7 +1,8 @@
-"""What the benchmark works on: the same random tokens for both sides. Their content does not change the speed."""
+"""What the benchmark works on: the same random tokens for all sides. Their content does not change the speed."""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,30 +12,47 @@ Tokens = npt.NDArray[np.int32]
 
 
 @dataclass(frozen=True, slots=True)
+class Example:
+    """A sequence to train on: the first `masked` predictions do not count."""
+
+    tokens: Tokens
+    masked: int = 0
+
+    @property
+    def length(self) -> int:
+        """Input tokens: the last one is only a target."""
+        return len(self.tokens) - 1
+
+
 class Workload:
-    """`batches` are training batches by name, each a tuple of sequences; `prompts` are for sampling, all of one length.
+    """Random tokens for a vocabulary, the same for the same seed."""
 
-    Prompts of one length are in the favour of `model.generate`, which would have to pad them otherwise.
-    """
+    def __init__(self, vocabulary: int, seed: int = 0) -> None:
+        self._vocabulary = vocabulary
+        self._rng = np.random.default_rng(seed)
 
-    batches: dict[str, tuple[Tokens, ...]]
-    prompts: tuple[Tokens, ...]
-    new_tokens: int
+    def sequence(self, length: int) -> Tokens:
+        return self._rng.integers(3, self._vocabulary, length, dtype=np.int32)
+
+    def prompts(self, count: int, length: int) -> list[Tokens]:
+        """Of one length, which is in the favour of `model.generate`: it would have to pad them otherwise."""
+        return [self.sequence(length) for _ in range(count)]
+
+    def short(self, count: int = 32) -> list[Example]:
+        """Sequences as a small task has them, every position trained."""
+        return [Example(self.sequence(int(n))) for n in self._rng.integers(41, 62, count)]
+
+    def mixed(self, count: int = 64, low: int = 32, high: int = 512) -> list[Example]:
+        """Lengths from `low` to `high` as chats have them, the first half of each a prompt without a loss."""
+        lengths = np.linspace(low, high, count).astype(int)
+        self._rng.shuffle(lengths)
+        return [Example(self.sequence(int(n) + 1), masked=int(n) // 2) for n in lengths]
+
+    def even(self, count: int, length: int) -> list[Example]:
+        """`count` sequences of `length` input tokens."""
+        return [Example(self.sequence(length + 1)) for _ in range(count)]
 
 
-def make(vocabulary: int, seed: int = 0) -> Workload:
-    """Short sequences as a small task has them, and mixed lengths as chats have them."""
-    rng = np.random.default_rng(seed)
-
-    def sequence(length: int) -> Tokens:
-        return rng.integers(3, vocabulary, length, dtype=np.int32)
-
-    short = tuple(sequence(int(length)) for length in rng.integers(40, 61, 32))
-    mixed = tuple(sequence(int(length)) for length in rng.integers(32, 257, 12))
-    prompts = tuple(sequence(32) for _ in range(32))
-    return Workload({"32 x 40-60 tokens": short, "12 x 32-256 tokens": mixed}, prompts, new_tokens=32)
-
-
-def trained_tokens(batch: tuple[Tokens, ...]) -> int:
-    """Input tokens of a batch: a sequence's last token is only a target."""
-    return sum(len(tokens) - 1 for tokens in batch)
+def trained_tokens(batch: Sequence[Example]) -> int:
+    """Input tokens of a batch."""
+    return sum(example.length for example in batch)
