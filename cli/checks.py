@@ -15,12 +15,14 @@ from pathlib import Path
 
 import psutil
 
+from openrl.backends.torch import memory_plan
 from openrl.models import catalog, hub, info, store
-from openrl.settings import Settings
+from openrl.settings import EngineSettings, Settings
 
 _GIB = 1 << 30
 _ENGINES = ("torch", "transformers", "gguf", "mlx", "mlx-lm", "vllm")
 _HUB_SECONDS = 3.0
+_RANK, _LONG = 32, 8192  # the SDK's default rank, and a long training sequence in tokens
 _ROOM = 3 * _GIB  # an embedded model with its GGUF file, a few checkpoints, the database
 
 
@@ -124,6 +126,25 @@ def models(settings: Settings) -> Iterator[Check]:
         yield Check(
             "model", State.OK if fits else State.GAP, found, "" if fits else "Free memory or serve a smaller one."
         )
+        yield training(spec.name, folder, settings.engine)
+
+
+def training(name: str, folder: Path, engine: EngineSettings) -> Check:
+    """What a training pass would take of the memory that is free now (on a CPU)."""
+    dtype, value = ("float32", 4) if engine.dtype == "float32" else ("bfloat16", 2)
+    sizes = memory_plan.Sizes.of(info.read_config(folder), value)
+    weights = info.describe(folder).parameters * value
+    free = max(0, info.available_memory() - weights)
+    held = memory_plan.plan(sizes, free, weights, sizes.adapter(_RANK))
+    needed, again = held.needed(_LONG), held.recomputed(_LONG)
+    found = (
+        f"{name} in {dtype}, rank {_RANK}: {held.token / 1024:,.0f} KiB a token, micro-batches of "
+        f"{held.limit(engine.max_batch_tokens):,}; a sequence of {_LONG:,} has {again} of {sizes.layers} layers "
+        f"recomputed and takes {needed / _GIB:.1f} GiB"
+    )
+    if needed <= free:
+        return Check("training", State.OK, found)
+    return Check("training", State.NOTE, found, "Long sequences may run out of memory; shorter ones will not.")
 
 
 def package_index() -> Check:

@@ -26,7 +26,7 @@ def describe(folder: Path) -> ModelInfo:
 
     Raises ModelError if the folder holds no such model.
     """
-    config = _config(folder)
+    config = read_config(folder)
     try:
         return ModelInfo(
             vocab_size=int(config["vocab_size"]),
@@ -78,8 +78,8 @@ def check_fits(name: str, info: ModelInfo, dtype: str, available: int) -> None:
     )
 
 
-def _config(folder: Path) -> Mapping[str, Any]:
-    """The text model's part of `config.json` (multimodal models nest it)."""
+def read_config(folder: Path) -> Mapping[str, Any]:
+    """The text model's part of `config.json` (multimodal models nest it). Raises ModelError if it cannot be read."""
     path = folder / "config.json"
     try:
         config: dict[str, Any] = json.loads(path.read_text())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any
 
 import numpy as np
@@ -10,6 +11,7 @@ import torch
 
 from openrl.backends.base import SampleJob
 from openrl.backends.torch.kv import KVCache
+from openrl.backends.torch.sample_fused import FusedBackbone
 from openrl.errors import BadRequest, OutOfMemory
 from openrl.types import RequestId, SampleOutput
 from support import tiny
@@ -212,22 +214,24 @@ def test_an_adapter_that_cannot_load_fails_its_own_request_only(llama: World) ->
 class Failing:
     """Makes the model run out of memory when a pass has more rows or tokens than it may."""
 
-    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> None:
+    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> None:
         self.failures = 0
-        real = type(world.model).hidden
+        self._rows, self._tokens = rows, tokens
+        for name in ("prompt", "step"):
+            monkeypatch.setattr(FusedBackbone, name, self._limited(getattr(FusedBackbone, name)))
 
-        def hidden(model: Any, **inputs: Any) -> torch.Tensor:
-            ids = inputs["input_ids"]
-            if ids.shape[0] > rows or ids.numel() > tokens:
+    def _limited(self, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
+        def limited(backbone: FusedBackbone, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
+            if ids.shape[0] > self._rows or ids.numel() > self._tokens:
                 self.failures += 1
                 raise torch.OutOfMemoryError("CUDA out of memory.")
-            return real(model, **inputs)
+            return real(backbone, ids, *rest)
 
-        monkeypatch.setattr(type(world.model), "hidden", hidden)
+        return limited
 
 
 def test_running_out_of_memory_is_survived(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = Failing(llama, monkeypatch, rows=2, tokens=70)
+    failing = Failing(monkeypatch, rows=2, tokens=70)
     asks = crowd()
     results = run(llama.sampler(), asks)
     assert failing.failures
@@ -235,7 +239,7 @@ def test_running_out_of_memory_is_survived(llama: World, monkeypatch: pytest.Mon
 
 
 def test_what_does_not_fit_alone_fails_with_out_of_memory(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    Failing(llama, monkeypatch, rows=2, tokens=20)
+    Failing(monkeypatch, rows=2, tokens=20)
     asks = [
         Ask(payload(prompt(90, 150), max_tokens=5, seed=1, stop=())),
         Ask(payload(prompt(91, 5), 2, max_tokens=5, seed=1, stop=())),

@@ -8,10 +8,10 @@ import numpy as np
 import pytest
 import torch
 
-from openrl.backends.torch.lora import LoraLinear
 from openrl.backends.torch.model import CausalLM, open_model
-from openrl.backends.torch.packed import PackedLinear, pack
+from openrl.backends.torch.packed import Packing, fits_float16, pack_head, packing_for, product
 from openrl.backends.torch.sample import Sampler
+from openrl.backends.torch.sample_fused import FusedBackbone
 from support.sampling import Ask, World, log_softmax, payload, run
 
 CPU = torch.device("cpu")
@@ -27,23 +27,54 @@ def opened(folder: Path) -> CausalLM:
 
 
 def test_packed_products_equal_plain_ones(world: World) -> None:
-    plain, packed = opened(world.folder), opened(world.folder)
-    if not pack(packed):
+    if packing_for(opened(world.folder), []) is not Packing.ONEDNN:
         pytest.skip("this CPU has no bf16 products")
-    layers = list(zip(plain.backbone.modules(), packed.backbone.modules(), strict=True))
+    generator = torch.Generator().manual_seed(0)
+    weight, bias = torch.randn(48, 32, generator=generator).bfloat16(), torch.randn(48, generator=generator).bfloat16()
+    for rows in (1, 5, 70):
+        x = torch.randn(rows, 32, generator=generator).bfloat16()
+        want = product(weight, bias, Packing.NONE)(x)
+        torch.testing.assert_close(product(weight, bias, Packing.ONEDNN)(x), want, rtol=1e-2, atol=1e-2)
+
+
+def test_the_sampler_runs_from_packed_copies(world: World) -> None:
+    model = opened(world.folder)
+    assert FusedBackbone(model).packing is packing_for(model, [])
+    packed = pack_head(model)
+    assert pack_head(model) == packed  # again, which changes nothing
+
+
+def test_float32_models_whose_weights_float16_holds_are_packed(tmp_path: Path) -> None:
+    """Exactly: the logprobs of a model with weights from bf16 are transformers' in float32 (S1)."""
+    world = World(tmp_path, "qwen2")
+    if packing_for(world.model, []) is not Packing.FBGEMM:
+        pytest.skip("this PyTorch has no FBGEMM")
+    assert FusedBackbone(world.model).packing is Packing.NONE  # random float32 does not fit
+    with torch.no_grad():
+        for parameter in world.twin(None).parameters():
+            parameter.copy_(parameter.bfloat16())
+    world.twin(None).save_pretrained(tmp_path)
+    world = World(tmp_path, None)
+    assert FusedBackbone(world.model).packing is Packing.FBGEMM
+    asks = [Ask(payload([5 + i, 9, 60], max_tokens=20, seed=i, stop=()), ("a", "b", None)[i]) for i in range(3)]
+    for ask, result in zip(asks, run(world.sampler(), asks), strict=True):
+        want = world.naive(ask.payload, ask.adapter)
+        assert result.sequences[0].tokens.tolist() == want.tokens.tolist()
+        np.testing.assert_allclose(result.sequences[0].logprobs, want.logprobs, atol=2e-5)
+
+
+@pytest.mark.parametrize(("largest", "fits"), [(1.0, True), (1e-6, True), (1e5, False)])
+def test_the_packed_head_is_as_exact_as_float32_l6(world: World, largest: float, fits: bool) -> None:
+    """Also for weights that float16 holds badly: to 1e-6 of what is added up."""
+    model = opened(world.folder)
+    model.head_wide = (model.head_wide * (largest / model.head_wide.abs().max())).bfloat16().float()
+    assert fits_float16(model.head_wide) is fits
+    pack_head(model)
     for rows in (1, 5, 70):
         hidden = torch.randn(rows, 32, generator=torch.Generator().manual_seed(rows)).to(torch.bfloat16)
-        with torch.inference_mode():
-            assert torch.allclose(plain.project(hidden), packed.project(hidden), atol=1e-4)
-            for a, b in layers:
-                if isinstance(a, LoraLinear) and isinstance(b, LoraLinear) and a.base.in_features == 32:
-                    assert isinstance(b.base, PackedLinear)
-                    torch.testing.assert_close(a.base(hidden), b.base(hidden), rtol=1e-2, atol=1e-2)
-
-
-def test_packing_twice_changes_nothing(world: World) -> None:
-    model = opened(world.folder)
-    assert pack(model) == pack(model)
+        exact = hidden.double() @ model.head_wide.double().t()
+        error = (model.project(hidden).double() - exact).abs().max()
+        assert error <= 1e-6 * max(largest, 1.0)
 
 
 def test_logprobs_are_near_float32_and_agree_with_themselves(world: World) -> None:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -10,10 +10,11 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor
 
-from openrl.backends.torch.model import open_model
+from openrl.backends.torch.lora import Adapter
 from openrl.backends.torch.train import Trainer
+from openrl.backends.torch.train_backbone import TrainBackbone
 from openrl.errors import BackendFault, BadRequest, OutOfMemory
 from openrl.types import AdamParams, RunId, TrainOutput, TrainPayload
 from support.training import RUN, SPEC, ce, create, datum, forward_backward, item, on_policy, run_pass, same, trainer
@@ -21,35 +22,41 @@ from support.training import RUN, SPEC, ce, create, datum, forward_backward, ite
 OTHER = RunId("other")
 
 
-class Cramped(nn.Module):
-    """A backbone on a device with room for so many padded tokens; fails on the way in or on the way back."""
+class Cramped:
+    """A backbone on a device with room for so many tokens; fails on the way in or on the way back."""
 
-    def __init__(self, inner: nn.Module, room: int, *, on_the_way_back: bool) -> None:
-        super().__init__()
+    def __init__(self, inner: TrainBackbone, room: int, *, on_the_way_back: bool, kept: float = 1.0) -> None:
         self.inner = inner
         self.room = room
         self.on_the_way_back = on_the_way_back
-        self.seen: list[tuple[int, ...]] = []
+        self.kept = kept  # room that a token takes whose layers keep nothing
+        self.seen: list[int] = []
+        self.sparing: list[bool] = []
 
-    def forward(self, input_ids: torch.Tensor, **more: Any) -> Any:
-        self.seen.append(tuple(input_ids.shape))
-        too_large = input_ids.numel() > self.room
+    def run(self, sequences: Sequence[Tensor], adapters: Sequence[Adapter], *, recomputed: int = 0) -> Tensor:
+        self.seen.append(len(sequences))
+        self.sparing.append(recomputed > 0)
+        too_large = sum(map(len, sequences)) * (self.kept if recomputed else 1.0) > self.room
         if too_large and not self.on_the_way_back:
             raise torch.OutOfMemoryError("no room")
-        output = self.inner(input_ids=input_ids, **more)
-        if too_large and output.last_hidden_state.requires_grad:
-            output.last_hidden_state.register_hook(_refuse)
-        return output
+        hidden = self.inner.run(sequences, adapters, recomputed=recomputed)
+        if too_large and hidden.requires_grad:
+            hidden.register_hook(_refuse)
+        return hidden
+
+    def clear(self) -> None:
+        self.inner.clear()
 
 
-def _refuse(grad: torch.Tensor) -> torch.Tensor:
+def _refuse(grad: Tensor) -> Tensor:
     raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate a lot")
 
 
-def cramped(folder: Path, room: int, *, on_the_way_back: bool = False) -> tuple[Trainer, Cramped]:
-    model = open_model(folder, torch.device("cpu"), torch.float32)
-    backbone = Cramped(model.backbone, room, on_the_way_back=on_the_way_back)
-    return Trainer(replace(model, backbone=backbone), max_batch_tokens=4096), backbone
+def cramped(folder: Path, room: int, *, on_the_way_back: bool = False, kept: float = 1.0) -> tuple[Trainer, Cramped]:
+    held = trainer(folder, max_batch_tokens=4096)
+    backbone = Cramped(held._passes._backbone, room, on_the_way_back=on_the_way_back, kept=kept)
+    held._passes._backbone = backbone  # type: ignore[assignment]
+    return held, backbone
 
 
 def overflowing(held: Trainer, bad: int) -> TrainPayload:
@@ -107,7 +114,8 @@ def test_out_of_memory_halves_the_micro_batch(
     held, backbone = cramped(model_folder("llama"), room=45, on_the_way_back=on_the_way_back)
     create(held, tmp_path)
     output = forward_backward(held, payload)
-    assert [rows for rows, _ in backbone.seen] == [5, 3, 2, 1, 2]
+    assert backbone.seen == [5, 3, 2, 1, 2]
+    assert backbone.sparing == [False, True, True, True, True]
     assert output.metrics["loss:sum"] == pytest.approx(expected.metrics["loss:sum"], rel=1e-5)
     for name, value in plenty.gradients(RUN).items():
         np.testing.assert_allclose(held.gradients(RUN)[name], value, rtol=1e-3, atol=1e-4)
@@ -126,15 +134,25 @@ def test_out_of_memory_on_one_datum_fails_its_request_only(model_folder: Callabl
     assert isinstance(outcomes[item(ce(1), OTHER).request], TrainOutput)
 
 
-def test_other_faults_are_not_swallowed(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+def test_out_of_memory_on_one_datum_is_tried_again_sparingly(model_folder: Callable[..., Path], tmp_path: Path) -> None:
+    """A datum that does not fit while layers keep what they can fits when they compute it again."""
+    held, backbone = cramped(model_folder("llama"), room=50, kept=0.5)
+    create(held, tmp_path)
+    assert isinstance(forward_backward(held, ce(60)), TrainOutput)
+    assert (backbone.seen, backbone.sparing) == ([1, 1], [False, True])
+
+
+def test_other_faults_are_not_swallowed(
+    model_folder: Callable[..., Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """A bug is raised to the worker loop, not retried as if memory had run out."""
     held, backbone = cramped(model_folder("llama"), room=50)
     create(held, tmp_path)
 
-    def broken(**_: Any) -> Any:
+    def broken(*_: Any, **__: Any) -> Tensor:
         raise RuntimeError("index out of range in self")
 
-    backbone.inner.forward = broken
+    monkeypatch.setattr(backbone, "run", broken)
     with pytest.raises(RuntimeError, match="index out of range"):
         run_pass(held, item(ce(10)))
 

@@ -39,16 +39,16 @@ _PLAIN: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Q
 FAMILIES = (*_PLAIN, "mistral", "gemma2", "gemma3")
 
 
-def config(family: str, *, tied: bool = True) -> PreTrainedConfig:
+def config(family: str, *, tied: bool = True, **changes: Any) -> PreTrainedConfig:
     """`family`: a supported one. gemma3 and gemma2 have a sliding window of 16 on some of their three layers, mistral
-    on all; gemma2 caps its logits and attention scores softly."""
-    common = {**_COMMON, "tie_word_embeddings": tied}
+    on all; gemma2 caps its logits and attention scores softly. `changes` are other values of the config."""
+    common: dict[str, Any] = {**_COMMON, "tie_word_embeddings": tied, **changes}
     if family in _PLAIN:
         return _PLAIN[family](**common)
     if family == "mistral":
         return MistralConfig(**common, sliding_window=16)
     if family == "gemma2":
-        caps = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}
+        caps: dict[str, Any] = {"final_logit_softcapping": 5.0, "attn_logit_softcapping": 2.0}
         return Gemma2Config(**common, **caps, sliding_window=16, query_pre_attn_scalar=8)
     if family == "gemma3":
         layers = ["sliding_attention", "sliding_attention", "full_attention"]
@@ -56,8 +56,20 @@ def config(family: str, *, tied: bool = True) -> PreTrainedConfig:
     raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
 
 
-def build(folder: Path, family: str = "llama", *, tied: bool = True, seed: int = 0) -> Path:
-    """Write a random float32 model (no tokenizer) into `folder`, which is returned."""
+def build(folder: Path, family: str = "llama", *, tied: bool = True, seed: int = 0, **changes: Any) -> Path:
+    """Write a random float32 model (no tokenizer) into `folder`, which is returned. `changes` to the config."""
     torch.manual_seed(seed)
-    AutoModelForCausalLM.from_config(config(family, tied=tied)).save_pretrained(folder)
+    AutoModelForCausalLM.from_config(config(family, tied=tied, **changes)).save_pretrained(folder)
+    return folder
+
+
+def build_uneven(folder: Path, family: str, **changes: Any) -> Path:
+    """As `build`, with random norm weights and biases where new models have ones and zeros."""
+    model: Any = AutoModelForCausalLM.from_pretrained(build(folder, family, **changes))
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for parameter in model.parameters():
+            if parameter.ndim == 1:
+                parameter += 0.3 * torch.randn(parameter.shape, generator=generator)
+    model.save_pretrained(folder)
     return folder

@@ -136,10 +136,11 @@ def test_top_p_of_a_flat_distribution_keeps_its_share() -> None:
     assert keep(p, 3000, 2.0) == list(range(3000))
 
 
-def test_equals_a_float64_loop_s1() -> None:
+@pytest.mark.parametrize("vocab", [700, 1152])  # of which 256 and 128 are blocks
+def test_equals_a_float64_loop_s1(vocab: int) -> None:
     """Random rows with every mixture of knobs, drawn together, each as by the book."""
     rng = np.random.default_rng(0)
-    rows, vocab = 400, 700
+    rows = 400
     logits = torch.from_numpy(rng.normal(0, 3, (rows, vocab)).astype(np.float32))
     knobs = [
         row(
@@ -167,6 +168,14 @@ def test_neighbours_do_not_matter_s11() -> None:
         alone = draw(logits[i : i + 1].clone(), stack([k], 300, CPU), np.array([i]))
         assert together.tokens[i] == alone.tokens[0]
         assert together.logprobs[i].item() == pytest.approx(alone.logprobs[0].item(), abs=1e-6)
+
+
+@pytest.mark.parametrize("vocab", [97, 300, 1152])
+def test_greedy_rows_take_the_first_maximum_anywhere_s3(vocab: int) -> None:
+    for place in (0, vocab // 2, vocab - 1):
+        z = torch.full((vocab,), -1.0)
+        z[place:] = 2.0
+        assert drawn(z, [row(temperature=0.0)]).tokens.tolist() == [place]
 
 
 def test_tiny_temperatures_do_not_overflow() -> None:

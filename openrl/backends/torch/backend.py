@@ -26,7 +26,13 @@ def open_backend(spec: BackendSpec) -> Backend:
         info=_model_info(model),
         report=_report(compute),
         train=Trainer(model, spec.max_batch_tokens, spec.name),
-        sample=Sampler(model, spec.folder, spec.max_sample_rows, spec.max_kv_tokens),
+        sample=Sampler(
+            model,
+            spec.folder,
+            spec.max_sample_rows,
+            spec.max_kv_tokens,
+            prefix_cache_tokens=spec.prefix_cache_tokens,
+        ),
     )
 
 

@@ -1,4 +1,4 @@
-"""Cutting a pass into micro-batches: datums of like length together, under a budget of padded tokens."""
+"""Cutting a pass into micro-batches: datums of like length together, under a budget of tokens."""
 
 from __future__ import annotations
 
@@ -7,28 +7,25 @@ from typing import TypeVar
 
 T = TypeVar("T")
 
-# Padding that a micro-batch may hold before it pays to start another one: what its fixed costs are worth in tokens.
-_SPARE_TOKENS = 48
-_SPARE_SHARE = 0.05
-
 
 def cut(rows: Iterable[T], length: Callable[[T], int], max_tokens: int) -> list[list[T]]:
-    """Micro-batches, longest rows first; each holds at most `max_tokens` tokens with its padding, or one row.
+    """Micro-batches of about the same size, longest rows first; each holds at most `max_tokens` tokens, or one row.
 
-    Longest first, so that the largest memory need shows at the start.
+    Longest first, so that the largest memory need shows at the start, and so that attention, which alone takes rows
+    side by side, finds rows of like length in each.
     """
+    ordered = sorted(rows, key=length, reverse=True)
+    total = sum(length(row) for row in ordered)
+    enough = total / max(1, -(-total // max_tokens))
     batches: list[list[T]] = []
-    batch: list[T] = []
-    used = 0
-    for row in sorted(rows, key=length, reverse=True):
-        longest = length(batch[0]) if batch else length(row)
-        padding = longest * (len(batch) + 1) - used - length(row)
-        if batch and (longest * (len(batch) + 1) > max_tokens or padding > _SPARE_TOKENS + _SPARE_SHARE * used):
-            batches.append(batch)
-            batch, used = [], 0
-        batch.append(row)
+    used = max_tokens
+    for row in ordered:
+        if used >= enough or used + length(row) > max_tokens:
+            batches.append([])
+            used = 0
+        batches[-1].append(row)
         used += length(row)
-    return [*batches, batch] if batch else batches
+    return batches
 
 
 def halves(rows: Sequence[T]) -> list[list[T]]:

@@ -6,6 +6,7 @@ sequence can disturb another's and a sequence that is computed anew draws the sa
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 
@@ -17,8 +18,9 @@ from torch.nn import functional
 
 UInt64Array = npt.NDArray[np.uint64]
 
-_BLOCK = 256  # entries of a distribution that are summed as one in the first half of the inverse CDF
-_FIRST_SORT = 1024  # how many of the most likely tokens top-p sorts before it resorts to more
+_BLOCK = 256  # entries of a distribution that are summed as one in the first half of the inverse CDF, at most
+_LEAST_BLOCK = 32
+_FIRST_SORT = 64  # how many of the most likely tokens top-p sorts before it resorts to more
 _NO_TOP_P = 2.0  # above any mass, so that top-p keeps everything
 _ROUNDING = 1e-6  # of float32 logprobs: masses this close to top-p have reached it
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)
@@ -111,27 +113,27 @@ def draw(logits: Tensor, knobs: Knobs, positions: npt.NDArray[np.int64]) -> Draw
 
     Logprobs are of log_softmax(z / temperature) before top-k and top-p (S1, S2), at temperature 1 for greedy rows (S3).
     """
-    best = None if knobs.greedy is None else logits.argmax(-1)
-    # The maximum goes first: a tiny temperature would otherwise overflow.
-    scaled = logits.sub_(logits.amax(-1, keepdim=True))
+    best = None if knobs.greedy is None else _argmax(logits)
     if knobs.temperature is not None:
-        scaled.div_(knobs.temperature)
-    weights, mass = _weights(scaled)
-    log_total = mass.sum(-1, keepdim=True).log().float()
+        # The maximum goes first: a tiny temperature would otherwise overflow.
+        logits.sub_(logits.amax(-1, keepdim=True)).div_(knobs.temperature)
+    weights, mass = _weights(logits, overwrite=not knobs.top and knobs.truncation is None)
+    total = mass.sum(-1, keepdim=True)
+    left = weights, mass
+    if knobs.truncation is not None:
+        left = _truncated(weights, mass, logits, total, knobs.truncation)
     if best is not None and knobs.all_greedy:
         tokens = best
     else:
-        if knobs.truncation is not None:
-            weights, mass = _truncated(weights, mass, scaled, log_total, knobs.truncation)
-        u = torch.from_numpy(uniforms(knobs.seeds, positions)).to(logits.device)
-        tokens = _invert(weights, mass, u)
+        tokens = _invert(*left, torch.from_numpy(uniforms(knobs.seeds, positions)).to(logits.device))
         if best is not None and knobs.greedy is not None:
             tokens = torch.where(knobs.greedy, best, tokens)
-    chosen = (scaled.gather(-1, tokens[:, None]) - log_total)[:, 0]
+    chosen = _logprobs(weights, total, tokens[:, None])[:, 0]
     if not knobs.top:
         return Drawn(tokens, chosen, None, None)
-    top = scaled.topk(knobs.top, -1)
-    return Drawn(tokens, chosen, top.indices, top.values - log_total)
+    top = logits.topk(knobs.top, -1)
+    first = _logprobs(weights, total, top.indices[:, :1])
+    return Drawn(tokens, chosen, top.indices, top.values - top.values[:, :1] + first)
 
 
 def draw_repeatedly(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
@@ -140,49 +142,78 @@ def draw_repeatedly(logits: Tensor, temperature: float, u: Tensor) -> Tensor:
     `u` is float64 [R, k] in [0, 1); the tokens are int64 [R, k].
     """
     if temperature == 0:
-        return logits.argmax(-1, keepdim=True).expand(u.shape)
-    weights, mass = _weights((logits - logits.amax(-1, keepdim=True)).div_(temperature))
+        return _argmax(logits)[:, None].expand(u.shape)
+    weights, mass = _weights((logits - logits.amax(-1, keepdim=True)).div_(temperature), overwrite=True)
     return torch.stack([_invert(weights, mass, column) for column in u.unbind(1)], 1)
 
 
-def _weights(scaled: Tensor) -> tuple[Tensor, Tensor]:
-    """exp of [R, V] in blocks [R, blocks, _BLOCK], zero past V, and the blocks' sums in float64 [R, blocks]."""
-    rows, vocab = scaled.shape
-    width = -(-vocab // _BLOCK) * _BLOCK
-    weights = scaled.new_empty(rows, width)
-    weights[:, vocab:] = 0
-    torch.exp(scaled, out=weights[:, :vocab])
-    return _blocks(weights)
+def _argmax(z: Tensor) -> Tensor:
+    """The first of the largest entries of each row of [R, V]: by blocks, since on a CPU plain maxima are ten times as
+    fast as those that say where they are."""
+    vocab = z.shape[-1]
+    whole = vocab // _BLOCK * _BLOCK
+    if not whole:
+        return z.argmax(-1)
+    maxima = z[:, :whole].unflatten(-1, (-1, _BLOCK)).amax(-1)
+    if whole < vocab:
+        maxima = torch.cat([maxima, z[:, whole:].amax(-1, keepdim=True)], -1)
+    places = (maxima.argmax(-1, keepdim=True) * _BLOCK + torch.arange(_BLOCK, device=z.device)).clamp_(max=vocab - 1)
+    return places.gather(-1, z.gather(-1, places).argmax(-1, keepdim=True))[:, 0]
 
 
-def _blocks(weights: Tensor) -> tuple[Tensor, Tensor]:
+def _weights(scaled: Tensor, *, overwrite: bool) -> tuple[Tensor, Tensor]:
+    """The softmax of [R, V] in blocks [R, blocks, block], zero past V, and the blocks' sums in float64 [R, blocks].
+
+    The weights of a row add up to 1 only as nearly as float32 adds; so whoever needs the total takes that of the sums.
+    `overwrite` puts them where `scaled` was: fresh memory of that size is slow to come by.
+    """
+    weights = torch.softmax(scaled, -1, out=scaled) if overwrite else scaled.softmax(-1)
+    # Most vocabularies are made of blocks of some such size, and need not be copied to get there.
+    block = math.gcd(weights.shape[1], _BLOCK)
+    if block < _LEAST_BLOCK:
+        block = _BLOCK
+        weights = functional.pad(weights, (0, -weights.shape[1] % _BLOCK))
+    return _blocks(weights, block)
+
+
+def _blocks(weights: Tensor, block: int) -> tuple[Tensor, Tensor]:
     # A block's sum in float32 is as exact as its weights are; over all blocks it would not be.
-    grid = weights.unflatten(-1, (-1, _BLOCK))
+    grid = weights.unflatten(-1, (-1, block))
     return grid, grid.sum(-1).double()
 
 
+def _logprobs(weights: Tensor, total: Tensor, ids: Tensor) -> Tensor:
+    """Float32 logprobs of tokens [R, n] that are likely enough for float32 to hold their weight."""
+    return (weights.flatten(1).gather(-1, ids).double() / total).log().float()
+
+
 def _truncated(
-    weights: Tensor, mass: Tensor, scaled: Tensor, log_total: Tensor, truncation: Truncation
+    weights: Tensor, mass: Tensor, scaled: Tensor, total: Tensor, truncation: Truncation
 ) -> tuple[Tensor, Tensor]:
-    """`weights` and `mass` with what top-k and top-p cut away set to zero."""
+    """Copies of `weights` and `mass` with what top-k and top-p cut away set to zero."""
     rows = truncation.rows
-    keep = kept(scaled[rows] - log_total[rows], truncation.top_k, truncation.top_p)
-    flat = weights.flatten(1)
-    flat[rows] *= functional.pad(keep, (0, flat.shape[1] - keep.shape[1]))
-    mass[rows] = _blocks(flat[rows])[1]
-    return weights, mass
+    everything = len(rows) == len(scaled)
+    some, grid, sums = (scaled, weights, total) if everything else (scaled[rows], weights[rows], total[rows])
+    flat = grid.flatten(1)
+    log_total = some.amax(-1, keepdim=True) - (flat.amax(-1, keepdim=True).double() / sums).log().float()
+    keep = kept(some - log_total, truncation.top_k, truncation.top_p)
+    spare = flat.shape[1] - keep.shape[1]
+    cut, cut_mass = _blocks(flat * (functional.pad(keep, (0, spare)) if spare else keep), weights.shape[-1])
+    if everything:
+        return cut, cut_mass
+    return weights.index_copy(0, rows, cut), mass.index_copy(0, rows, cut_mass)
 
 
 def _invert(weights: Tensor, mass: Tensor, u: Tensor) -> Tensor:
     """Inverse CDF in id order: the first token whose cumulative weight exceeds u times the total.
 
     Float64 sums over blocks first, then inside the block that was hit: the answer of one long cumulative sum, with
-    256 times less of it.
+    far less of it.
     """
     block, rest = _find(mass, u * mass.sum(-1))
     inside = weights[torch.arange(len(weights), device=weights.device), block].double()
     offset, _ = _find(inside, rest)
-    return block * _BLOCK + offset
+    return block * weights.shape[-1] + offset
 
 
 def _find(mass: Tensor, target: Tensor) -> tuple[Tensor, Tensor]:
@@ -205,10 +236,13 @@ def kept(logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     fewer tokens where both are set. Among equals, lower ids go first.
     """
     count, least = _prefix(logprobs, top_k, top_p)
-    above = logprobs > least
+    keep = logprobs >= least
+    surplus = keep.sum(-1) - count
+    if not bool(surplus.any()):
+        return keep
     ties = logprobs == least
-    quota = count[:, None] - above.sum(-1, keepdim=True)
-    return above | (ties & (ties.cumsum(-1) <= quota))
+    quota = ties.sum(-1, keepdim=True) - surplus[:, None]
+    return keep & ~(ties & (ties.cumsum(-1) > quota))
 
 
 def _prefix(logprobs: Tensor, top_k: Tensor, top_p: Tensor) -> tuple[Tensor, Tensor]:

@@ -16,12 +16,13 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrl.backends.torch.joint import transposed
 from openrl.backends.torch.lora import Adapter, Segment, add_lora
+from openrl.backends.torch.memory_plan import HEAD_CELLS
 from openrl.backends.torch.model import CausalLM
+from openrl.backends.torch.scratch import Scratch
 from openrl.checkpoints.peft import HEAD_NAME
 from openrl.types import Array, FloatArray
-
-_BUFFER_ELEMENTS = 2**25  # 128 MiB of float32 logits
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,10 +55,10 @@ class HeadGradient:
 class Head:
     """Scores positions and differentiates what the judge says of them; keeps its buffer between calls."""
 
-    def __init__(self, model: CausalLM, buffer_elements: int = _BUFFER_ELEMENTS) -> None:
+    def __init__(self, model: CausalLM, buffer_elements: int = HEAD_CELLS) -> None:
         self._model = model
         self._rows = max(1, buffer_elements // model.vocab_size)
-        self._buffer: Tensor | None = None
+        self._scratch = Scratch(model.device)
 
     def run(self, x: Tensor, spans: Sequence[Span], judge: Judge, *, backward: bool) -> HeadGradient:
         """Score the hidden states x [M, H] (detached) of `spans` laid end to end; differentiate if `backward`."""
@@ -79,6 +80,10 @@ class Head:
                 p = scored[0][0] if len(pieces) == 1 else self._score(rows, targets[part], segments)[0]
                 gradient.hidden[lo:hi] = self._push(rows, p, targets[part], grads[part], segments, gradient.factors)
         return gradient
+
+    def clear(self) -> None:
+        """Give the buffers back."""
+        self._scratch.clear()
 
     def _groups(self, spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
         """(first, last, start row) of runs of spans whose rows fit the buffer together, or of one that does not."""
@@ -102,13 +107,23 @@ class Head:
 
     def _score(self, x: Tensor, targets: Tensor, segments: tuple[Segment, ...]) -> tuple[Tensor, Tensor]:
         """Probabilities float32 [m, V], in the buffer, and logprobs of the targets float32 [m, K] (L6)."""
-        out = self._take(x.shape[0])
-        z = self._model.cap(add_lora(self._model.project(x, out), x.float(), HEAD_NAME, segments))
-        highest, where = z.max(dim=1, keepdim=True)
+        out = self._take("logits", len(x), torch.float32)
+        z = self._cap(add_lora(self._model.project(x, out), x.float(), HEAD_NAME, segments))
+        highest = z.amax(dim=1, keepdim=True)
         chosen = z.gather(1, targets)
         p = torch.softmax(z, dim=1, out=out)
         # log-sum-exp from the softmax just computed: the likeliest token's probability is at least 1 / V.
-        return p, chosen - (highest - p.gather(1, where).log())
+        return p, chosen - (highest - p.amax(dim=1, keepdim=True).log())
+
+    def _cap(self, z: Tensor) -> Tensor:
+        """Caps logits in place as the family does, and keeps the slope of that for the way back."""
+        cap = self._model.softcap
+        if cap is None:
+            return z
+        z.div_(cap).tanh_()
+        slope = self._take("slope", len(z), self._model.dtype)
+        torch.mul(z, z, out=slope).neg_().add_(1)
+        return z.mul_(cap)
 
     def _push(
         self,
@@ -124,7 +139,7 @@ class Head:
         dx = torch.zeros_like(x)
         if live.numel() == 0:
             return dx
-        dz = self._logit_gradient(x, p, targets, g, segments, live)
+        dz = self._logit_gradient(p, targets, g, live)
         dx_live = dz @ self._model.head
         for s in segments:
             lo, hi = torch.searchsorted(live, torch.tensor([s.start, s.stop], device=live.device)).tolist()
@@ -133,23 +148,33 @@ class Head:
                 dx_live[rows] += _head_factors(s.adapter, x[live[rows]], dz[rows], factors)
         return dx.index_copy_(0, live, dx_live)
 
-    def _logit_gradient(
-        self, x: Tensor, p: Tensor, targets: Tensor, g: Tensor, segments: tuple[Segment, ...], live: Tensor
-    ) -> Tensor:
-        """dL/dz of the live rows, [live, V] in the compute dtype: sum over k of g_k (1[v = x_k] - p_v)."""
-        everything = live.numel() == x.shape[0]
-        p, targets, g = (p, targets, g) if everything else (p[live], targets[live], g[live])
-        dz = p.mul_(-g.sum(dim=1, keepdim=True)).scatter_add_(1, targets, g)
-        if self._model.softcap is not None:
-            raw = add_lora(self._model.project(x), x.float(), HEAD_NAME, segments)[live]
-            dz.mul_(1 - torch.tanh(raw / self._model.softcap) ** 2)
-        return dz.to(x.dtype)
+    def _logit_gradient(self, p: Tensor, targets: Tensor, g: Tensor, live: Tensor) -> Tensor:
+        """dL/dz of the live rows, [live, V] in the compute dtype: sum over k of g_k (1[v = x_k] - p_v).
 
-    def _take(self, rows: int) -> Tensor:
-        """`rows` rows of the buffer, which is made at first need: fresh memory of that size is slow to come by."""
-        if self._buffer is None or self._buffer.shape[0] < rows:
-            self._buffer = torch.empty(rows, self._model.vocab_size, dtype=torch.float32, device=self._model.device)
-        return self._buffer[:rows]
+        Overwrites p.
+        """
+        p.mul_(-g.sum(dim=1, keepdim=True)).scatter_add_(1, targets, g)
+        if self._model.softcap is not None:
+            p.mul_(self._take("slope", len(p), self._model.dtype))
+        if len(live) == len(p) and p.dtype is self._model.dtype:
+            return p
+        dz = self._take("dz", len(live), self._model.dtype)
+        at = 0
+        for lo, hi in _runs(live):  # a run is converted as it is copied; an index would make a float32 copy first
+            dz[at : at + hi - lo] = p[lo:hi]
+            at += hi - lo
+        return dz
+
+    def _take(self, name: str, rows: int, dtype: torch.dtype) -> Tensor:
+        return self._scratch.take(name, (rows, self._model.vocab_size), dtype)
+
+
+def _runs(rows: Tensor) -> list[tuple[int, int]]:
+    """Ascending row numbers as (first, last + 1) of neighbours."""
+    numbers = rows.cpu().numpy()
+    cuts = np.flatnonzero(np.diff(numbers) != 1) + 1
+    starts, stops = np.concatenate([[0], cuts]), np.concatenate([cuts, [len(numbers)]])
+    return [(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)]
 
 
 def _segments(group: Sequence[Span]) -> tuple[Segment, ...]:
@@ -187,13 +212,13 @@ def _judge_group(group: Sequence[Span], first: int, lp: FloatArray, judge: Judge
 
 def _head_factors(adapter: Adapter, x: Tensor, dz: Tensor, factors: dict[int, tuple[Tensor, Tensor]]) -> Tensor:
     """Add a segment's gradients of the head's A and B to `factors`; returns its part of dL/dx."""
-    a, b = adapter.a[HEAD_NAME].to(x.dtype), adapter.b[HEAD_NAME].to(x.dtype)
+    a, up = adapter.a[HEAD_NAME].to(x.dtype), transposed(adapter.b[HEAD_NAME], x.dtype)
     low = (x @ a.t()).mul_(adapter.scale)
-    d_low = (dz @ b).mul_(adapter.scale)
-    grads = (d_low.t() @ x).float(), (dz.t() @ low).float()
-    if id(adapter) in factors:
-        for total, part in zip(factors[id(adapter)], grads, strict=True):
-            total.add_(part)
-    else:
-        factors[id(adapter)] = grads
+    d_low = (dz @ up.t()).mul_(adapter.scale)
+    if id(adapter) not in factors:  # B lies transposed, as its parts come, so that they need not be copied first
+        zeros = torch.zeros_like(a, dtype=torch.float32), torch.zeros_like(up, dtype=torch.float32).t()
+        factors[id(adapter)] = zeros
+    of_a, of_b = factors[id(adapter)]
+    of_a.add_(d_low.t() @ x)
+    of_b.t().add_(low.t() @ dz)
     return d_low @ a

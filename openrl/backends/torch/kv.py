@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH_BLOCK = 128  # columns are added in multiples of this
+_LENGTH_BLOCK = 64  # columns are added in multiples of this
 
 
 @dataclass(frozen=True, slots=True)
@@ -60,6 +60,11 @@ class KVCache:
     def holds(self, slots: int, length: int) -> bool:
         """Whether there is room for that now, without `reserve`."""
         return slots <= self.slots and length <= self.length
+
+    def whole_blocks(self, length: int) -> int:
+        """Columns to attend over for sequences of up to `length`: whole blocks, since products have kernels made for
+        their sizes, which would else be made anew for each token."""
+        return min(-(-length // _LENGTH_BLOCK) * _LENGTH_BLOCK, self.length)
 
     def clear(self) -> None:
         """Give all memory back."""
@@ -112,13 +117,31 @@ class KVCache:
             for tensor in side:
                 tensor[dst, :, :length] = tensor[src, :, :length]
 
+    def spread(self, source: int, targets: Sequence[int], length: int) -> None:
+        """Copy the first `length` columns of one slot to others."""
+        for slots in spans(targets):
+            for side in (self.keys, self.values):
+                for tensor in side:
+                    tensor[slots, :, :length] = tensor[source : source + 1, :, :length]
+
     def wipe(self, slot: int) -> None:
         """Zero a slot that may hold non-finite values."""
         for tensor in (*self.keys, *self.values):
             tensor[slot].zero_()
 
 
-class _View:
+def spans(slots: Sequence[int]) -> list[slice]:
+    """Runs of neighbours among ascending slots: a slice is copied in one go, an index element by element."""
+    found: list[slice] = []
+    for slot in slots:
+        if found and found[-1].stop == slot:
+            found[-1] = slice(found[-1].start, slot + 1)
+        else:
+            found.append(slice(slot, slot + 1))
+    return found
+
+
+class View:
     """What transformers asks of a cache where it makes no mask of its own beyond plain causality."""
 
     is_compileable = False
@@ -133,24 +156,7 @@ class _View:
         return query_length, 0
 
 
-class PrefillView(_View):
-    """Whole prompts from position 0: attend to them alone, and store rows in slots as `targets` (row, slot) says."""
-
-    def __init__(self, cache: KVCache, targets: Sequence[tuple[int, int]]) -> None:
-        self._cache = cache
-        self._targets = torch.tensor(targets, device=cache.device).unbind(1) if targets else None
-
-    def update(self, key: Tensor, value: Tensor, layer: int, *_: Any, **__: Any) -> tuple[Tensor, Tensor]:
-        """Store and return keys and values [rows, heads, tokens, head_dim]."""
-        if self._targets is not None:
-            rows, slots = self._targets
-            count = min(key.shape[2], self._cache.length)  # padding need not be stored
-            self._cache.keys[layer][slots, :, :count] = key[rows, :, :count]
-            self._cache.values[layer][slots, :, :count] = value[rows, :, :count]
-        return key, value
-
-
-class ChunkView(_View):
+class ChunkView(View):
     """Part of one prompt from position `start`: store in `slot` and attend to what is there up to it."""
 
     def __init__(self, cache: KVCache, slot: int, start: int) -> None:
@@ -167,7 +173,7 @@ class ChunkView(_View):
         return keys[:, :, :stop], values[:, :, :stop]
 
 
-class DecodeView(_View):
+class DecodeView(View):
     """One token for each of the first slots, at `positions` [rows]; attend over the first `length` columns."""
 
     def __init__(self, cache: KVCache, positions: Tensor, length: int) -> None:

@@ -28,7 +28,7 @@ class LoraShape:
     outputs: int
 
 
-@dataclass(slots=True)
+@dataclass(slots=True, eq=False, weakref_slot=True)
 class Adapter:
     """One adapter's weights by layer name: A float32 [r, in] and B float32 [out, r].
 

@@ -13,6 +13,8 @@ from torch import Tensor
 
 Mask = Tensor | None | dict[str, Tensor | None]
 
+_NEVER = 1 << 40  # a position that no query reaches
+
 
 class Masks:
     """Builds masks for one model, from its transformers config."""
@@ -31,23 +33,32 @@ class Masks:
         Padding stands after a row's tokens, where causality already hides it from them.
         """
         queries = torch.arange(start, start + count, device=self._device)[None]
-        return self._build(queries, start + count, plain=start == 0 and not self._explicit)
+        keys = torch.arange(start + count, device=self._device)
+        return self._build(queries, keys, plain=start == 0 and not self._explicit)
 
-    def decode(self, positions: Tensor, length: int, *, level: bool) -> Mask:
-        """For one query a row at `positions` [rows] over `length` keys; `level`: every row has exactly `length`."""
-        return self._build(positions[:, None], length, plain=level)
+    def after(self, starts: Tensor, past: int, count: int) -> Mask:
+        """For `count` positions of each row from `starts` [rows] on. Keys are `past` columns, of which a row's own are
+        those below its start, and then the new positions."""
+        columns = torch.arange(past, device=self._device)
+        queries = starts[:, None] + torch.arange(count, device=self._device)
+        stored = torch.where(columns < starts[:, None], columns, _NEVER)
+        return self._build(queries, torch.cat([stored, queries], 1)[:, None], plain=False)
 
-    def _build(self, queries: Tensor, length: int, *, plain: bool) -> Mask:
-        """Masks for `queries` [rows, tokens]; `plain`: without a window no mask is needed."""
+    def decode(self, positions: Tensor, length: int) -> Mask:
+        """For one query a row at `positions` [rows] over `length` keys, some of which may not be in use."""
+        return self._build(positions[:, None], torch.arange(length, device=self._device), plain=False)
+
+    def _build(self, queries: Tensor, keys: Tensor, *, plain: bool) -> Mask:
+        """Masks for `queries` [rows, tokens] over `keys` at positions [length] or [rows, 1, length]; `plain`: without a
+        window no mask is needed."""
         if not self._layer_types:
-            return self._one(queries, length, self._window, plain)
+            return self._one(queries, keys, self._window, plain)
         windows = {"full_attention": None, "sliding_attention": self._window}
-        return {kind: self._one(queries, length, windows[kind], plain) for kind in self._layer_types}
+        return {kind: self._one(queries, keys, windows[kind], plain) for kind in self._layer_types}
 
-    def _one(self, queries: Tensor, length: int, window: int | None, plain: bool) -> Tensor | None:
-        if plain and (window is None or length <= window):
+    def _one(self, queries: Tensor, keys: Tensor, window: int | None, plain: bool) -> Tensor | None:
+        if plain and (window is None or keys.shape[-1] <= window):
             return None
-        keys = torch.arange(length, device=self._device)
         hidden = keys > queries[..., None]
         if window is not None:
             hidden |= keys <= queries[..., None] - window

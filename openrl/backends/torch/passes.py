@@ -9,21 +9,22 @@ from __future__ import annotations
 
 import math
 from collections import deque
-from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from openrl.backends.base import TrainItem
 from openrl.backends.torch.batches import cut, halves
 from openrl.backends.torch.head import Head, Judge, Span
 from openrl.backends.torch.lora import Adapter
+from openrl.backends.torch.memory import free_memory, is_out_of_memory
+from openrl.backends.torch.memory_plan import MemoryPlan, Sizes, plan
 from openrl.backends.torch.model import CausalLM
+from openrl.backends.torch.train_backbone import TrainBackbone
 from openrl.backends.torch.trainable import Trainable
 from openrl.checkpoints.peft import HEAD_NAME
 from openrl.errors import BadRequest, OpenRLError, OutOfMemory
@@ -33,8 +34,6 @@ from openrl.types import Array, Datum, FloatArray, IntArray, RequestId, TrainOut
 Outcome = TrainOutput | OpenRLError
 # The loss of one datum, from its logprobs (of the targets' shape) and its inputs. A `BadRequest` fails the request.
 LossFn = Callable[[FloatArray, Mapping[str, Array]], Loss]
-
-_SHORT_TOKENS = 192  # where the two kinds of kernel took equally long, forward and backward together
 
 
 @dataclass(slots=True, eq=False)
@@ -46,7 +45,7 @@ class Work:
     loss: LossFn
     logprobs: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
     losses: dict[int, Loss] = field(default_factory=dict[int, Loss])
-    gradients: dict[str, Tensor] = field(default_factory=dict[str, Tensor])
+    gradient: Tensor | None = None
     error: OpenRLError | None = None
     reported: bool = False
 
@@ -68,19 +67,22 @@ class Work:
             )
 
     def add(self, gradients: dict[str, Tensor]) -> None:
-        """Add a micro-batch's gradient, whose tensors become this request's own."""
+        """Add a micro-batch's gradient."""
+        if not gradients:
+            return
+        if self.gradient is None:
+            self.gradient = self.trainable.fresh()
+        views = self.trainable.views(self.gradient)
         for name, part in gradients.items():
-            if name in self.gradients:
-                self.gradients[name].add_(part)
-            else:
-                self.gradients[name] = part
+            views[name].add_(part)
 
     def finish(self) -> Outcome:
         """The outcome of a request that is done; a success moves its gradient into the run's accumulator."""
         self.reported = True
         if self.error is not None:
             return self.error
-        self.trainable.accumulate(self.gradients)
+        if self.gradient is not None:
+            self.trainable.give(self.gradient)
         order = range(len(self.losses))
         return TrainOutput(tuple(self.logprobs[i] for i in order), _metrics([self.losses[i] for i in order]))
 
@@ -97,15 +99,33 @@ class Row:
         return self.work.item.payload.data[self.index]
 
     @property
+    def tokens(self) -> int:
+        return len(self.datum.tokens)
+
+    @property
     def adapter(self) -> Adapter:
         return self.work.trainable.adapter
 
 
+@dataclass(slots=True)
+class MicroBatch:
+    """Datums that are computed together; `sparing`: memory ran out before, so keep nothing that can be recomputed."""
+
+    rows: list[Row]
+    sparing: bool = False
+
+    @property
+    def tokens(self) -> int:
+        return sum(row.tokens for row in self.rows)
+
+
 class PassRunner:
-    """Runs passes on one model. `max_batch_tokens` bounds a micro-batch, its padding included."""
+    """Runs passes on one model. `max_batch_tokens` bounds a micro-batch; free memory may bound it further."""
 
     def __init__(self, model: CausalLM, max_batch_tokens: int) -> None:
         self._model = model
+        self._sizes = Sizes.of(model.config.to_dict(), model.dtype.itemsize)
+        self._backbone = TrainBackbone(model)
         self._head = Head(model)
         self._max_batch_tokens = max_batch_tokens
 
@@ -114,45 +134,65 @@ class PassRunner:
         for work in works:
             if not work.item.payload.data:
                 work.error = BadRequest("data is empty; a request needs at least one datum.")
-        queue = deque(self._plan(works))
-        while queue:
-            rows = [row for row in queue.popleft() if row.work.error is None]
-            if rows:
-                queue.extendleft(reversed(self._attempt(rows)))
-                yield _report(works)
+        memory = self._memory(works)
+        queue = deque(self._batches(works, memory.limit(self._max_batch_tokens)))
+        try:
+            while queue:
+                batch = queue.popleft()
+                batch.rows = [row for row in batch.rows if row.work.error is None]
+                if batch.rows:
+                    queue.extendleft(reversed(self._attempt(batch, memory)))
+                    yield _report(works)
+        finally:
+            self._backbone.clear()
+            self._head.clear()
         if not all(work.reported for work in works):
             yield _report(works)
 
-    def _plan(self, works: Sequence[Work]) -> list[list[Row]]:
-        """Micro-batches; requests that only go forward apart from the others, since they need no graph."""
+    def _memory(self, works: Sequence[Work]) -> MemoryPlan:
+        """What this pass may take of the memory that is free now."""
+        device, model = self._model.device, self._model
+        adapters = sum(work.trainable.theta.numel() for work in works)
+        weights = model.parameters * model.dtype.itemsize
+        return plan(self._sizes, free_memory(device), weights, adapters, gpu=device.type == "cuda")
+
+    def _batches(self, works: Sequence[Work], max_tokens: int) -> list[MicroBatch]:
+        """Requests that only go forward are apart from the others, since they need no graph."""
         batches: list[list[Row]] = []
         for backward in (True, False):
             chosen = [work for work in works if work.item.backward is backward]
             rows = [Row(work, index) for work in chosen for index in range(len(work.item.payload.data))]
-            batches += cut(rows, lambda row: len(row.datum.tokens), self._max_batch_tokens)
-        return batches
+            batches += cut(rows, lambda row: row.tokens, max_tokens)
+        return [MicroBatch(rows) for rows in batches]
 
-    def _attempt(self, rows: list[Row]) -> list[list[Row]]:
-        """Do a micro-batch; returns what is still to do, if memory ran out: the same in two halves.
+    def _attempt(self, batch: MicroBatch, memory: MemoryPlan) -> list[MicroBatch]:
+        """Do a micro-batch; returns what is still to do, if memory ran out: the same in two halves, sparingly.
 
         Where even one datum is too much, its request fails.
         """
         try:
-            self._micro_batch(rows)
+            self._do(batch.rows, self._sizes.layers if batch.sparing else memory.recomputed(batch.tokens))
             return []
         except (RuntimeError, MemoryError) as error:
-            if not _is_out_of_memory(error):
+            if not is_out_of_memory(error):
                 raise
+        self._backbone.clear()
+        self._head.clear()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(rows) > 1:
-            return halves(rows)
-        tokens = len(rows[0].datum.tokens)
-        rows[0].work.error = OutOfMemory(f"the device ran out of memory on data[{rows[0].index}] ({tokens} tokens).")
+        if len(batch.rows) > 1:
+            return [MicroBatch(rows, sparing=True) for rows in halves(batch.rows)]
+        if not batch.sparing:
+            return [MicroBatch(batch.rows, sparing=True)]
+        row = batch.rows[0]
+        row.work.error = OutOfMemory(f"the device ran out of memory on data[{row.index}] ({row.tokens} tokens).")
         return []
 
-    def _micro_batch(self, rows: list[Row]) -> None:
-        """Forward, losses and backward; results are recorded once all of it has worked, so that it can be repeated."""
+    def _do(self, rows: list[Row], recomputed: int) -> None:
+        """Forward, losses and backward, with so many layers computed again on the way back.
+
+        Results are recorded once all of it has worked, so that it can be repeated.
+        """
         first = {id(row.work): position for position, row in reversed(list(enumerate(rows)))}
         rows = sorted(rows, key=lambda row: first[id(row.work)])  # rows of one adapter become neighbours
         backward = rows[0].work.item.backward
@@ -165,37 +205,27 @@ class PassRunner:
                 return None
             return loss.grad.reshape(logprobs.shape)
 
-        gradients = self._differentiate(rows, judge, backward=backward)
+        gradients = self._differentiate(rows, judge, recomputed, backward=backward)
         for index, row in enumerate(rows):
             row.work.record(row.index, *results[index])
         for work in {id(row.work): row.work for row in rows}.values():
             work.add(gradients.get(id(work.trainable.adapter), {}))
 
-    def _differentiate(self, rows: list[Row], judge: Judge, *, backward: bool) -> dict[int, dict[str, Tensor]]:
+    def _differentiate(
+        self, rows: list[Row], judge: Judge, recomputed: int, *, backward: bool
+    ) -> dict[int, dict[str, Tensor]]:
         """Gradients of the micro-batch by adapter `id` and parameter name, after asking `judge` for each datum's."""
-        ids, real = _pad([row.datum.tokens for row in rows], self._model.device)
+        sequences = [_ids(row.datum.tokens, self._model.device) for row in rows]
         adapters = [row.adapter for row in rows]
-        with torch.set_grad_enabled(backward), self._model.routing.use(adapters), _attention(ids):
-            hidden = self._model.hidden(input_ids=ids, use_cache=False)
-        flat = hidden.detach().reshape(-1, hidden.shape[-1])
+        with torch.set_grad_enabled(backward):
+            hidden = self._backbone.run(sequences, adapters, recomputed=recomputed)
         spans = [Span(row.adapter, _columns(row.datum.inputs["target_tokens"])) for row in rows]
         with torch.no_grad():
-            head = self._head.run(flat[real], spans, judge, backward=backward)
-            upstream = torch.zeros_like(flat).index_copy_(0, real, head.hidden) if head.touched else None
-        gradients = _backbone_gradients(hidden, upstream, adapters)
+            head = self._head.run(hidden.detach(), spans, judge, backward=backward)
+        gradients = _backbone_gradients(hidden, head.hidden if head.touched else None, adapters)
         for adapter, (a, b) in head.factors.items():
             gradients.setdefault(adapter, {}).update({f"{HEAD_NAME}.lora_A": a, f"{HEAD_NAME}.lora_B": b})
         return gradients
-
-
-@contextmanager
-def _attention(ids: Tensor) -> Generator[None]:
-    """The attention kernel for a micro-batch: on a CPU the fused one's way back is slow for short sequences."""
-    if ids.device.type == "cpu" and ids.shape[1] <= _SHORT_TOKENS:
-        with sdpa_kernel(SDPBackend.MATH):
-            yield
-    else:
-        yield
 
 
 def _backbone_gradients(
@@ -213,7 +243,7 @@ def _backbone_gradients(
     ]
     # All or none: `backward()` would leave part of a sum behind when memory runs out half way.
     tensors = [tensor for *_, tensor in leaves]
-    found = torch.autograd.grad(hidden, tensors, upstream.view_as(hidden), allow_unused=True)
+    found = torch.autograd.grad(hidden, tensors, upstream, allow_unused=True)
     parts = cast("Sequence[Tensor | None]", found)
     gradients: dict[int, dict[str, Tensor]] = {key: {} for key in distinct}
     for (key, name, _), part in zip(leaves, parts, strict=True):
@@ -222,13 +252,8 @@ def _backbone_gradients(
     return gradients
 
 
-def _pad(sequences: Sequence[IntArray], device: torch.device) -> tuple[Tensor, Tensor]:
-    """Token ids int64 [rows, longest], filled up on the right, and the flat indices of the real ones in row order."""
-    lengths = np.array([len(tokens) for tokens in sequences])
-    mask = np.arange(lengths.max()) < lengths[:, None]
-    ids = np.zeros(mask.shape, dtype=np.int64)
-    ids[mask] = np.concatenate(sequences)
-    return torch.from_numpy(ids).to(device), torch.from_numpy(np.flatnonzero(mask)).to(device)
+def _ids(tokens: IntArray, device: torch.device) -> Tensor:
+    return torch.from_numpy(tokens.astype(np.int64)).to(device)
 
 
 def _columns(targets: Array) -> Array:
@@ -265,8 +290,3 @@ def _total(values: Sequence[float]) -> float:
 
 def _report(works: Sequence[Work]) -> dict[RequestId, Outcome]:
     return {work.item.request: work.finish() for work in works if work.done and not work.reported}
-
-
-def _is_out_of_memory(error: Exception) -> bool:
-    """CUDA has a type of its own; the CPU's allocator raises a plain RuntimeError with a known sentence."""
-    return isinstance(error, torch.OutOfMemoryError | MemoryError) or "can't allocate memory" in str(error)

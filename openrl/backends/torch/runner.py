@@ -6,7 +6,6 @@ Which sequences are computed together is decided elsewhere (`openrl.backends.tor
 
 from __future__ import annotations
 
-import inspect
 import math
 from collections.abc import Sequence as Items
 from dataclasses import dataclass
@@ -17,11 +16,14 @@ import torch
 from torch import Tensor
 
 from openrl.backends.torch.draw import Drawn, Knobs, draw, stack
-from openrl.backends.torch.kv import ChunkView, DecodeView, KVCache, KVShape, PrefillView
+from openrl.backends.torch.kv import ChunkView, KVCache, KVShape
+from openrl.backends.torch.kv_blocks import Blocks, Filling, PrefillView, Row, fill, restore
 from openrl.backends.torch.lora import segments_of
 from openrl.backends.torch.masks import Masks
 from openrl.backends.torch.model import CausalLM
-from openrl.backends.torch.schedule import Prefix
+from openrl.backends.torch.prefill import Prefix
+from openrl.backends.torch.prefix_cache import Claim
+from openrl.backends.torch.sample_backbone import backbone_of
 from openrl.backends.torch.score import Span, head_rows, score
 from openrl.backends.torch.sequences import Sequence, TopRow, arrange
 
@@ -56,15 +58,17 @@ class Runner:
     def __init__(self, model: CausalLM, max_rows: int, max_kv_tokens: int) -> None:
         self._model = model
         self._masks = Masks(model.config, model.dtype, model.device)
-        self._cache_argument = _cache_argument(model)
+        self._backbone = backbone_of(model)
         self._batch: _Batch | None = None
-        self.kv = KVCache(KVShape.of(model.config, model.dtype, model.device), max_rows, max_kv_tokens)
+        shape = KVShape.of(model.config, model.dtype, model.device)
+        self.kv = KVCache(shape, max_rows, max_kv_tokens)
+        self.blocks = Blocks(shape)
         self.intact = True  # False: running out of memory left the cache half moved
 
     # ---- slots ----
 
     def place(self, sequences: Items[Sequence], tail: Sequence | None, length: int) -> list[Sequence]:
-        """Give every sequence a slot, those of one adapter side by side, and `tail` the slot behind them.
+        """Give every sequence a slot, those of one adapter side by side, and `tail` a slot behind them.
 
         Sequences that have one keep what it holds. There will be `length` columns. Returns the order of the slots.
         """
@@ -74,19 +78,22 @@ class Runner:
         kept = [*held, tail] if tail and tail.slot >= 0 else held
         used = min(self.kv.length, max((s.length for s in kept), default=0))
         if not self.kv.holds(len(everyone), length):
-            self._move(held, tail if tail in kept else None, used)
+            self._move(held, tail if tail in kept else None, used, closed=True)
             self.kv.reserve(len(everyone), length, len(kept), used)
-        order = self._move(sequences, tail, used)
-        self.kv.shrink(len(everyone), length)
+        order = self._move(sequences, tail, used, closed=False)
+        self.kv.shrink(tail.slot + 1 if tail else len(order), length)
         self.intact = True
         return order
 
-    def _move(self, sequences: Items[Sequence], tail: Sequence | None, used: int) -> list[Sequence]:
+    def _move(self, sequences: Items[Sequence], tail: Sequence | None, used: int, *, closed: bool) -> list[Sequence]:
+        """`closed`: `tail` stands next to the others. Else it stays anywhere behind them, and if it has to move, then
+        to the very end, so that it need not move again with each that joins."""
         order, moves = arrange(sequences)
-        if tail is not None:
-            if tail.slot not in (-1, len(order)):
-                moves.append((tail.slot, len(order)))
-            tail.slot = len(order)
+        if tail is not None and (closed or tail.slot < len(order)):
+            place = len(order) if closed else self.kv.slots - 1
+            if tail.slot not in (-1, place):
+                moves.append((tail.slot, place))
+            tail.slot = place
         self.kv.copy(moves, used)
         return order
 
@@ -98,49 +105,60 @@ class Runner:
 
     # ---- forward passes ----
 
-    def compute(self, prefixes: Items[Prefix]) -> None:
-        """Whole prefixes in one padded pass: their ends, scores and, for members that have a slot, keys and values."""
-        width = max(len(p.tokens) for p in prefixes)
-        ids = torch.tensor([p.tokens + [0] * (width - len(p.tokens)) for p in prefixes])
-        targets = [(row, m.slot) for row, p in enumerate(prefixes) for m in p.members if m.slot >= 0]
-        view = PrefillView(self.kv, targets)
+    def compute(self, prefixes: Items[Prefix], claims: Items[Claim]) -> None:
+        """Whole prefixes in one padded pass: their ends, scores and, for members that have a slot, keys and values.
+
+        `claims` says, for each prefix, which stored blocks to fill with its keys and values.
+        """
+        rows = [Row(p.blocks, sorted(m.slot for m in p.members if m.slot >= 0)) for p in prefixes]
+        filling = Filling(self.blocks, [(i, len(p.blocks), claims[i]) for i, p in enumerate(prefixes)])
+        view = PrefillView(self.kv, self.blocks, rows, filling)
+        width = max(p.fresh for p in prefixes)
+        ids = torch.tensor([p.tokens[p.start :] + [0] * (width - p.fresh) for p in prefixes])
+        starts = torch.tensor([p.start for p in prefixes], device=self._model.device)
+        after = self._masks.after(starts, view.past, width) if view.past else self._masks.prompt(0, width)
+        positions = starts[:, None] + torch.arange(width, device=self._model.device)
         with self._model.routing.use([p.job.adapter for p in prefixes]):
-            hidden = self._forward(ids, torch.arange(width)[None], self._masks.prompt(0, width), view)
-        score(self._model, [Span(p.job, 0, hidden[row]) for row, p in enumerate(prefixes) if p.job.end is None])
+            hidden = self._forward(ids, positions if view.past else positions[:1], after, view)
+        spans = [Span(job, p.start, hidden[i]) for i, p in enumerate(prefixes) for job in p.jobs if job.unscored]
+        score(self._model, spans)
         for row, prefix in enumerate(prefixes):
-            _end(prefix, hidden[row, len(prefix.tokens) - 1])
+            _end(prefix, hidden[row, prefix.fresh - 1])
 
     def compute_part(self, prefix: Prefix, count: int) -> None:
         """The next `count` tokens of a prefix whose first member has a slot."""
         leader = prefix.members[0]
+        if prefix.blocks and prefix.done == prefix.start:
+            restore(self.blocks, self.kv, leader.slot, prefix.blocks)
         start, stop = prefix.done, min(prefix.done + count, len(prefix.tokens))
         ids = torch.tensor([prefix.tokens[start:stop]])
         view = ChunkView(self.kv, leader.slot, start)
         with self._model.routing.use([leader.job.adapter]):
             mask = self._masks.prompt(start, stop - start)
             hidden = self._forward(ids, torch.arange(start, stop)[None], mask, view)
-        if prefix.job.end is None:
-            score(self._model, [Span(prefix.job, start, hidden[0])])
+        score(self._model, [Span(job, start, hidden[0]) for job in prefix.jobs if job.unscored])
         prefix.done = stop
         if stop == len(prefix.tokens):
             _end(prefix, hidden[0, -1])
 
     def fork(self, source: Sequence, members: Items[Sequence], length: int) -> None:
-        """Copy the first `length` columns of one sequence to others of its job."""
-        self.kv.copy([(source.slot, m.slot) for m in members if m.slot not in (-1, source.slot)], length)
+        """Copy the first `length` columns of one sequence to others that begin with the same tokens."""
+        self.kv.spread(source.slot, sorted(m.slot for m in members if m.slot not in (-1, source.slot)), length)
+
+    def keep(self, claims: Items[tuple[Sequence, Claim]]) -> None:
+        """Fill stored blocks with the beginnings of sequences that have a slot."""
+        fill(self.blocks, self.kv, [(sequence.slot, claim) for sequence, claim in claims])
 
     def decode(self, live: list[Sequence]) -> list[Token]:
         """Compute the newest token of all live sequences, in their slots' order, and draw the next of each."""
         batch = self._batch
         if batch is None or batch.sequences is not live:
             batch = self._batch = self._new_batch(live)
-        lengths = [s.length for s in live]
-        longest = max(lengths)
-        mask = self._masks.decode(batch.positions, longest, level=longest == min(lengths))
-        view = DecodeView(self.kv, batch.positions, longest)
+        columns = self.kv.whole_blocks(max(s.length for s in live))
+        mask = self._masks.decode(batch.positions, columns)
         with self._model.routing.use([s.job.adapter for s in live]):
-            hidden = self._forward(batch.tokens[:, None], batch.positions[:, None], mask, view)
-        drawn = self._draw(live, hidden[:, 0], batch.knobs)
+            hidden = self._backbone.step(batch.tokens, batch.positions, self.kv, columns, mask)
+        drawn = self._draw(live, hidden, batch.knobs)
         batch.tokens = torch.cat([d.tokens for d in drawn]) if len(drawn) > 1 else drawn[0].tokens
         batch.positions += 1
         return _tokens(live, drawn)
@@ -156,8 +174,7 @@ class Runner:
 
     def _forward(self, ids: Tensor, positions: Tensor, mask: Any, view: Any) -> Tensor:
         device = self._model.device
-        inputs = {"attention_mask": mask, "use_cache": True, self._cache_argument: view}
-        return self._model.hidden(input_ids=ids.to(device), position_ids=positions.to(device), **inputs)
+        return self._backbone.prompt(ids.to(device), positions.to(device), mask, view)
 
     def _knobs(self, sequences: Items[Sequence]) -> list[Knobs]:
         """For as many rows at a time as the head may take."""
@@ -180,8 +197,9 @@ class Runner:
 def _end(prefix: Prefix, hidden: Tensor) -> None:
     # A copy: a view would keep the hidden states of the whole pass alive.
     prefix.end = hidden.clone()
-    if len(prefix.tokens) == len(prefix.job.prompt):
-        prefix.job.end = prefix.end
+    if not prefix.members[0].begun:
+        for job in prefix.jobs:
+            job.end = prefix.end
 
 
 def _tokens(sequences: Items[Sequence], drawn: Items[Drawn]) -> list[Token]:
@@ -198,9 +216,3 @@ def _tokens(sequences: Items[Sequence], drawn: Items[Drawn]) -> list[Token]:
         Token(i, x, (top[0][: s.knobs.top], top[1][: s.knobs.top]) if top and s.knobs.top else None)
         for s, i, x, top in zip(sequences, ids, logprobs, tops, strict=True)
     ]
-
-
-def _cache_argument(model: CausalLM) -> str:
-    """Newer transformers call the backbone's cache `cache`, older ones `past_key_values`."""
-    parameters = inspect.signature(type(model.backbone).forward).parameters
-    return "cache" if "cache" in parameters else "past_key_values"

@@ -52,6 +52,18 @@ class Trainable:
         for name, part in gradients.items():
             views[name].add_(part)
 
+    def fresh(self) -> Tensor:
+        """A flat gradient of zeros, for `views` and later `give`."""
+        return self._zeros()
+
+    def give(self, gradient: Tensor) -> None:
+        """G += a flat gradient, whose memory becomes this object's own."""
+        if self.gradient is None:
+            self.gradient = gradient
+        else:
+            self.gradient.add_(gradient)
+            self._spare = gradient
+
     def step(self, adam: AdamParams) -> OptimOutput:
         """One AdamW step, after which G = 0; a G that is zero already counts as such (G9).
 

@@ -1,0 +1,69 @@
+"""RMS norms with a way back of their own: few passes over memory, and the rounding of transformers' modules."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrl.backends.torch.scratch import Scratch
+
+_CELLS = 1 << 18
+
+
+@dataclass(frozen=True, slots=True)
+class Norm:
+    """y = x / rms(x) * gain over the last dimension.
+
+    `weight` [H] is in the compute dtype, for families that round before they multiply by it. `gain` [H] is float32;
+    `late` families (Gemma) multiply by it first and round once.
+    """
+
+    weight: Tensor
+    gain: Tensor
+    eps: float
+    late: bool
+
+    @classmethod
+    def of(cls, module: Any) -> Norm:
+        """From a family's own module."""
+        late = "Gemma" in type(module).__name__
+        weight: Tensor = module.weight.detach()
+        eps: float = module.eps if late else module.variance_epsilon
+        return cls(weight, weight.float() + 1 if late else weight.float(), eps, late)
+
+    def scale(self, x: Tensor) -> Tensor:
+        """1 / rms(x), float32 [..., 1]: all that the way back needs besides x."""
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
+        return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
+
+    def apply(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+        """y into `out`, which has x's shape and dtype."""
+        if not self.late:
+            torch.mul(x, scale, out=out)
+            return out.mul_(self.weight)
+        for part in _parts(x):
+            out[part] = (x[part] * scale[part]).mul_(self.gain)
+        return out
+
+    def back(
+        self, dy: Tensor, x: Tensor, scale: Tensor, out: Tensor, scratch: Scratch, plus: Tensor | None = None
+    ) -> Tensor:
+        """dL/dx, `plus` another gradient, into `out`, which may be dy or `plus`."""
+        for part in _parts(x):
+            shape = tuple(x[part].shape)
+            inner = torch.mul(dy[part], self.gain, out=scratch.take("norm inner", shape, torch.float32))
+            unit = torch.mul(x[part], scale[part], out=scratch.take("norm unit", shape, torch.float32))
+            along = torch.linalg.vecdot(inner, unit).unsqueeze(-1).div_(-x.shape[-1])
+            dx = inner.addcmul_(unit, along).mul_(scale[part])
+            out[part] = dx if plus is None else dx.add_(plus[part])
+        return out
+
+
+def _parts(x: Tensor) -> Iterator[slice]:
+    """Parts of the first dimension whose float32 values stay in a CPU's cache from one pass to the next."""
+    step = max(1, _CELLS // max(1, x[0].numel()))
+    return (slice(start, start + step) for start in range(0, len(x), step))

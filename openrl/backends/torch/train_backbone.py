@@ -1,0 +1,133 @@
+"""The backbone in training: transformers' own forward, whose decoder layers are `TrainLayer`s while a micro-batch runs.
+
+Embeddings, rotary tables and the order of layers stay with transformers; a sampler that shares the model meets the
+layers as they were.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrl.backends.torch.activations import Activation
+from openrl.backends.torch.grids import arrange
+from openrl.backends.torch.joint import Joint
+from openrl.backends.torch.lora import Adapter, LoraLinear, segments_of
+from openrl.backends.torch.model import CausalLM
+from openrl.backends.torch.norms import Norm
+from openrl.backends.torch.scratch import Scratch
+from openrl.backends.torch.train_attention import CausalAttention, Rope
+from openrl.backends.torch.train_layers import Batch, RunLayer, RunNorm, TrainLayer
+
+Forward = Callable[..., Tensor]
+
+
+class TrainBackbone:
+    """Runs sequences laid end to end through a model's backbone."""
+
+    def __init__(self, model: CausalLM) -> None:
+        self._model = model
+        self._scratch = Scratch(model.device)
+        self._batch: Batch | None = None
+        self._ropes: dict[int, tuple[Tensor, Rope]] = {}
+        modules: Any = model.backbone
+        kinds: Sequence[str] | None = getattr(model.config, "layer_types", None)
+        # Masks are ours to make, and transformers makes none when it is given some.
+        self._mask = dict.fromkeys(kinds) if kinds else torch.zeros(1, 1, 1, 1, device=model.device)
+        for index, module in enumerate(modules.layers):
+            layer = _read_layer(module, index, model.config, kinds[index] if kinds else None, self._scratch)
+            module.forward = self._layer(layer, module.forward)
+        modules.norm.forward = self._norm(Norm.of(modules.norm), modules.norm.forward)
+
+    def run(self, sequences: Sequence[Tensor], adapters: Sequence[Adapter], *, recomputed: int = 0) -> Tensor:
+        """Last hidden states [tokens, H] of int64 token sequences, each with its adapter (neighbours, if the same).
+
+        The first `recomputed` layers keep only their input for the way back.
+        """
+        lengths = [len(tokens) for tokens in sequences]
+        rows = [adapter for adapter, length in zip(adapters, lengths, strict=True) for _ in range(length)]
+        grids = arrange(lengths, self._model.device)
+        self._batch = Batch(segments_of(rows), grids, torch.is_grad_enabled(), recomputed)
+        positions = torch.arange(max(lengths), device=self._model.device)[None]
+        try:
+            ids = torch.cat(list(sequences))[None]
+            hidden = self._model.hidden(
+                input_ids=ids, position_ids=positions, attention_mask=self._mask, use_cache=False
+            )
+            return hidden[0]
+        finally:
+            self._batch = None
+            self._ropes.clear()
+
+    def clear(self) -> None:
+        """Give temporary memory back."""
+        self._scratch.clear()
+
+    def _layer(self, layer: TrainLayer, plain: Forward) -> Forward:
+        def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
+            batch = self._batch
+            if batch is None:
+                return plain(hidden_states, *args, **kwargs)
+            cos, sin = kwargs["position_embeddings"]
+            rope = self._rope(cos, sin, batch.grids[0].length)
+            y: Any = RunLayer.apply(hidden_states[0], layer, batch, rope, *layer.leaves(batch.segments))
+            return y[None]
+
+        return forward
+
+    def _norm(self, norm: Norm, plain: Forward) -> Forward:
+        def forward(hidden_states: Tensor) -> Tensor:
+            if self._batch is None:
+                return plain(hidden_states)
+            y: Any = RunNorm.apply(hidden_states[0], norm, self._scratch)
+            return y[None]
+
+        return forward
+
+    def _rope(self, cos: Tensor, sin: Tensor, length: int) -> Rope:
+        """Layers of one kind are given the same tables."""
+        if id(cos) not in self._ropes:
+            self._ropes[id(cos)] = (cos, Rope.of(cos[0], sin[0], length))
+        return self._ropes[id(cos)][1]
+
+
+def _read_layer(module: Any, index: int, config: Any, kind: str | None, scratch: Scratch) -> TrainLayer:
+    attention, mlp = module.self_attn, module.mlp
+    sandwich = hasattr(module, "pre_feedforward_layernorm")
+    activation: str = getattr(config, "hidden_activation", None) or config.hidden_act
+    return TrainLayer(
+        index=index,
+        attention_norm=Norm.of(module.input_layernorm),
+        qkv=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
+        attention=_read_attention(attention, config, kind, scratch),
+        out=_joint(attention.o_proj),
+        after_attention=Norm.of(module.post_attention_layernorm) if sandwich else None,
+        mlp_norm=Norm.of(module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm),
+        gate_up=_joint(mlp.gate_proj, mlp.up_proj),
+        activation=Activation.of(activation),
+        down=_joint(mlp.down_proj),
+        after_mlp=Norm.of(module.post_feedforward_layernorm) if sandwich else None,
+        scratch=scratch,
+    )
+
+
+def _read_attention(module: Any, config: Any, kind: str | None, scratch: Scratch) -> CausalAttention:
+    window: int | None = getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
+    return CausalAttention(
+        heads=config.num_attention_heads,
+        kv_heads=config.num_key_value_heads,
+        head_dim=module.head_dim,
+        scale=module.scaling,
+        window=window,
+        softcap=getattr(module, "attn_logit_softcapping", None),
+        q_norm=Norm.of(module.q_norm) if hasattr(module, "q_norm") else None,
+        k_norm=Norm.of(module.k_norm) if hasattr(module, "k_norm") else None,
+        scratch=scratch,
+    )
+
+
+def _joint(*layers: LoraLinear) -> Joint:
+    return Joint.of([layer.name for layer in layers], [layer.base for layer in layers])

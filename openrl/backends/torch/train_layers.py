@@ -1,0 +1,224 @@
+"""Decoder layers as training runs them: the sums of transformers' modules with a way back written out.
+
+What is kept of a layer for the way back is little, and what is cheap to compute again is not kept; of a layer that is
+to save more memory nothing but its input is, and the whole of it computed again. Norms, activations and additions are
+taken in few passes over memory that comes again (`Scratch`), where autograd would ask for fresh memory for each.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from openrl.backends.torch.activations import Activation
+from openrl.backends.torch.grids import Grid
+from openrl.backends.torch.joint import Detour, Joint
+from openrl.backends.torch.lora import Segment
+from openrl.backends.torch.norms import Norm
+from openrl.backends.torch.scratch import Scratch
+from openrl.backends.torch.train_attention import CausalAttention, Rope
+
+_ROWS = 256  # taken at once where several operations follow one another: these stay in a CPU's cache
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """A micro-batch as layers see it: sequences end to end, rows of one adapter neighbours.
+
+    With `keep` there is a way back; layers below `recomputed` then keep only their input for it.
+    """
+
+    segments: tuple[Segment, ...]
+    grids: list[Grid]
+    keep: bool
+    recomputed: int = 0
+
+    def keeps(self, layer: int) -> bool:
+        """Whether a layer keeps more than its input."""
+        return self.keep and layer >= self.recomputed
+
+
+@dataclass(slots=True)
+class _Detours:
+    """The adapters of the four joint products."""
+
+    qkv: list[Detour]
+    out: list[Detour]
+    gate_up: list[Detour]
+    down: list[Detour]
+
+
+@dataclass(slots=True)
+class _Kept:
+    """What the way back needs of a layer. `attended` and `mlp_out` are the inputs of norms that only some families
+    have."""
+
+    detours: _Detours
+    x: Tensor
+    x_scale: Tensor
+    qkv: Tensor
+    heads: Tensor
+    attended: Tensor | None
+    h: Tensor
+    h_scale: Tensor
+    gate_up: Tensor
+    mlp_out: Tensor | None
+
+
+@dataclass(frozen=True, slots=True)
+class TrainLayer:
+    """One decoder layer. Norms that a family lacks are None."""
+
+    index: int
+    attention_norm: Norm
+    qkv: Joint
+    attention: CausalAttention
+    out: Joint
+    after_attention: Norm | None
+    mlp_norm: Norm
+    gate_up: Joint
+    activation: Activation
+    down: Joint
+    after_mlp: Norm | None
+    scratch: Scratch
+
+    def leaves(self, segments: Sequence[Segment]) -> list[Tensor]:
+        """The factors that `back` returns gradients for, in that order."""
+        return [leaf for joint in (self.qkv, self.out, self.gate_up, self.down) for leaf in joint.leaves(segments)]
+
+    def run(self, x: Tensor, batch: Batch, rope: Rope, *, keep: bool) -> tuple[Tensor, _Kept]:
+        """The layer's output [tokens, H] for x [tokens, H], and what the way back needs.
+
+        With `keep` that is this layer's own until it runs again; else only until some layer does.
+        """
+        joints = (self.qkv, self.out, self.gate_up, self.down)
+        detours = _Detours(*(joint.detours(batch.segments, x.dtype) for joint in joints))
+        slot = str(self.index) if keep else "again"
+        x_scale = self.attention_norm.scale(x)
+        normed = self._normed(self.attention_norm, x, x_scale)
+        qkv = self.qkv.run(normed, detours.qkv, self._take(f"qkv {slot}", x, self.qkv.outputs))
+        heads = self._take(f"heads {slot}", x, self.attention.outputs)
+        self.attention.run(qkv, batch.grids, rope, heads)
+        attended = self.out.run(heads, detours.out, self._take(f"attended {slot}", x))
+        h, attended = self._add(x, attended, self.after_attention, f"h {slot}")
+        h_scale = self.mlp_norm.scale(h)
+        normed = self._normed(self.mlp_norm, h, h_scale)
+        gate_up = self.gate_up.run(normed, detours.gate_up, self._take(f"gate up {slot}", x, self.gate_up.outputs))
+        mlp_out = self.down.run(self._activated(gate_up), detours.down, self._take(f"mlp {slot}", x))
+        y, mlp_out = self._add(h, mlp_out, self.after_mlp, f"y {slot}")
+        return y, _Kept(detours, x, x_scale, qkv, heads, attended, h, h_scale, gate_up, mlp_out)
+
+    def back(
+        self, dy: Tensor, kept: _Kept, batch: Batch, rope: Rope, *, inputs: bool
+    ) -> tuple[Tensor | None, list[Tensor]]:
+        """dL/dx, if `inputs`, and the gradients of `leaves`. What was kept is overwritten."""
+        d_h, mlp = self._mlp_back(dy, kept)
+        d_attended = self._norm_back(d_h, kept.attended, self.after_attention, "d attended out")
+        d_heads, of_out = self.out.back(
+            d_attended, kept.heads, kept.detours.out, inputs=True, out=self._take("d heads", kept.heads)
+        )
+        assert d_heads is not None
+        d_qkv = self.attention.back(d_heads, kept.qkv, batch.grids, rope)
+        normed = self._normed(self.attention_norm, kept.x, kept.x_scale) if kept.detours.qkv else None
+        d_normed, of_qkv = self.qkv.back(
+            d_qkv, normed, kept.detours.qkv, inputs=inputs, out=self._take("d normed", kept.x)
+        )
+        gradients = [*of_qkv, *of_out, *mlp]
+        if d_normed is None:
+            return None, gradients
+        self.attention_norm.back(d_normed, kept.x, kept.x_scale, d_h, self.scratch, plus=d_h)
+        return d_h, gradients
+
+    def _mlp_back(self, dy: Tensor, kept: _Kept) -> tuple[Tensor, list[Tensor]]:
+        """dL/dh and the gradients of the MLP's factors."""
+        d_out = self._norm_back(dy, kept.mlp_out, self.after_mlp, "d mlp out")
+        gate, up = kept.gate_up.chunk(2, dim=1)
+        product = self._activated(kept.gate_up) if kept.detours.down else None
+        d_product, of_down = self.down.back(
+            d_out, product, kept.detours.down, inputs=True, out=self._take("d activated", dy, gate.shape[1])
+        )
+        assert d_product is not None
+        self._activation_back(d_product, gate, up)
+        normed = self._normed(self.mlp_norm, kept.h, kept.h_scale) if kept.detours.gate_up else None
+        d_normed, of_gate_up = self.gate_up.back(
+            kept.gate_up, normed, kept.detours.gate_up, inputs=True, out=self._take("d normed", kept.h)
+        )
+        assert d_normed is not None
+        d_h = torch.empty_like(dy)
+        self.mlp_norm.back(d_normed, kept.h, kept.h_scale, d_h, self.scratch, plus=dy)
+        return d_h, [*of_gate_up, *of_down]
+
+    def _activation_back(self, d_product: Tensor, gate: Tensor, up: Tensor) -> None:
+        """From the gradient of activation(gate) * up to those of gate and up, in their place."""
+        for start in range(0, len(gate), _ROWS):
+            part = slice(start, start + _ROWS)
+            d, g, u = d_product[part], gate[part], up[part]
+            passed = self.activation.run(g, self._take("passed", g))
+            d_passed = torch.mul(d, u, out=self._take("d passed", g))
+            torch.mul(d, passed, out=u)
+            self.activation.back(d_passed, g, out=g)
+
+    def _activated(self, gate_up: Tensor) -> Tensor:
+        gate, up = gate_up.chunk(2, dim=1)
+        return self.activation.run(gate, self._take("activated", gate, gate.shape[1])).mul_(up)
+
+    def _add(self, x: Tensor, branch: Tensor, norm: Norm | None, name: str) -> tuple[Tensor, Tensor | None]:
+        """x plus a branch's output, and that output if a norm stands between: its way back needs it."""
+        if norm is None:
+            return branch.add_(x), None
+        out = norm.apply(branch, norm.scale(branch), self._take(name, branch))
+        return out.add_(x), branch
+
+    def _normed(self, norm: Norm, x: Tensor, scale: Tensor) -> Tensor:
+        return norm.apply(x, scale, self._take("normed", x))
+
+    def _norm_back(self, dy: Tensor, x: Tensor | None, norm: Norm | None, name: str) -> Tensor:
+        if norm is None or x is None:
+            return dy
+        return norm.back(dy, x, norm.scale(x), self._take(name, x), self.scratch)
+
+    def _take(self, name: str, like: Tensor, columns: int | None = None) -> Tensor:
+        """Scratch memory for a value of each token."""
+        return self.scratch.take(name, (len(like), columns or like.shape[1]), like.dtype)
+
+
+class RunLayer(torch.autograd.Function):
+    """A `TrainLayer` as one node of autograd's graph."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, layer: TrainLayer, batch: Batch, rope: Rope, *_: Tensor) -> Tensor:
+        keeps = batch.keeps(layer.index)
+        y, kept = layer.run(x, batch, rope, keep=keeps)
+        ctx.kept = kept if keeps else x
+        ctx.layer, ctx.batch, ctx.rope = layer, batch, rope
+        # What is not kept is the next layer's memory: where it is to be recomputed, its input stays as a copy.
+        return y.clone() if batch.keep and not keeps else y
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
+        layer: TrainLayer = ctx.layer
+        kept, ctx.kept = ctx.kept, None
+        if isinstance(kept, Tensor):
+            kept = layer.run(kept, ctx.batch, ctx.rope, keep=False)[1]
+        dx, gradients = layer.back(grads[0], kept, ctx.batch, ctx.rope, inputs=ctx.needs_input_grad[0])
+        return dx, None, None, None, *gradients
+
+
+class RunNorm(torch.autograd.Function):
+    """A norm of tokens [tokens, H] as one node."""
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor, norm: Norm, scratch: Scratch) -> Tensor:
+        scale = norm.scale(x)
+        ctx.save_for_backward(x, scale)
+        ctx.norm, ctx.scratch = norm, scratch
+        return norm.apply(x, scale, torch.empty_like(x))
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+        x, scale = ctx.saved_tensors
+        return ctx.norm.back(grads[0], x, scale, torch.empty_like(x), ctx.scratch), None, None
