@@ -9,7 +9,7 @@ from __future__ import annotations
 import typer
 
 from openrl.errors import OpenRLError, SettingsError
-from openrl_cli import bench, checkpoints, config, doctor, models, serve, status, version
+from openrl_cli import bench, checkpoints, config, doctor, keys, models, remote, serve, status, transfer, version
 from openrl_cli.console import show_error
 
 app = typer.Typer(
@@ -21,6 +21,10 @@ app = typer.Typer(
 app.command()(serve.serve)
 app.add_typer(models.app, name="models")
 app.add_typer(checkpoints.app, name="checkpoints")
+app.add_typer(remote.app, name="remote")
+app.command()(transfer.push)
+app.command()(transfer.pull)
+app.add_typer(keys.app, name="keys")
 app.command()(status.status)
 app.command()(config.config)
 app.command()(doctor.doctor)

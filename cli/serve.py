@@ -37,6 +37,16 @@ Aliases = Annotated[
     _option("--alias", text="NAME=MODEL: serve MODEL under NAME too, so that scripts with a fixed name run."),
 ]
 Backend = Annotated[str | None, _option("--backend", text="auto, cpu, cuda, mps or remote. Default: auto.")]
+Remote = Annotated[
+    str | None, _option("--remote", text="With --backend remote: the server to pass calls on to (openrl remote list).")
+]
+Url = Annotated[str | None, _option("--url", text="The same by its URL; its key may be in OPENRL_REMOTE_TOKEN.")]
+Routes = Annotated[
+    list[str] | None,
+    _option(
+        "--route", text="PATTERN=NAME: send base models that match to a remote, serve the others here; may be repeated."
+    ),
+]
 Host = Annotated[str | None, _option("--host", text="Address to listen on. Default: 127.0.0.1.")]
 Port = Annotated[str | None, _option("--port", text="Port to listen on. Default: 8000.")]
 Dtype = Annotated[
@@ -46,18 +56,32 @@ Threads = Annotated[
     str | None, _option("--threads", text="CPU threads of a worker; 0 means physical cores. Default: 0.")
 ]
 NoAuth = Annotated[bool, _option("--no-auth", text="Take calls without the API key (on loopback only).")]
+KeysFile = Annotated[str | None, _option("--keys-file", text="TOML file with further API keys (docs/security.md).")]
+SharedKey = Annotated[
+    bool,
+    _option("--allow-shared-key", text="Listen beyond this machine though all callers share the machine's own key."),
+]
+TlsCert = Annotated[str | None, _option("--tls-cert", text="Certificate (PEM) to serve https with.")]
+TlsKey = Annotated[str | None, _option("--tls-key", text="The certificate's private key (PEM).")]
 
 
 def serve(
     model: Models = None,
     alias: Aliases = None,
     backend: Backend = None,
+    remote: Remote = None,
+    url: Url = None,
+    route: Routes = None,
     host: Host = None,
     port: Port = None,
     data_dir: options.DataDir = None,
     dtype: Dtype = None,
     threads: Threads = None,
     no_auth: NoAuth = False,
+    keys_file: KeysFile = None,
+    allow_shared_key: SharedKey = False,
+    tls_cert: TlsCert = None,
+    tls_key: TlsKey = None,
     config: options.Config = None,
 ) -> None:
     """Serve models to the tinker SDK until Ctrl-C (twice: at once).
@@ -68,14 +92,24 @@ def serve(
         "models": model or None,
         "aliases": alias or None,
         "engine.backend": backend,
+        "remote.name": remote,
+        "remote.url": url,
+        "remote.routes": route or None,
         "server.host": host,
         "server.port": port,
         "data_dir": data_dir,
         "engine.dtype": dtype,
         "engine.threads": threads,
         "server.auth": "off" if no_auth else None,
+        "server.keys_file": keys_file,
+        "server.shared_key": "allow" if allow_shared_key else None,
+        "server.tls_cert": tls_cert,
+        "server.tls_key": tls_key,
     }
     resolved = load(flags, config)
+    from openrl.exposure import check_exposure  # brings the database; `openrl --help` does without
+
+    check_exposure(resolved)
     settings = resolved.settings
     key = resolved.api_key or apikey.api_key(settings.data_dir)
     logs.setup(settings.log.folder, settings.log.level, terminal=_TerminalLog())
@@ -133,17 +167,33 @@ class Display:
                 console.err.print("stopping: running work ends first; Ctrl-C again ends at once")
 
     def _listening(self, url: str) -> None:
-        names = ", ".join(name for spec in self._settings.models for name in (spec.name, *spec.aliases))
-        console.err.print(Text(f"openrl {VERSION} listens on {url} and serves {names}"), soft_wrap=True)
+        console.err.print(
+            Text(f"openrl {VERSION} listens on {url} and serves {served(self._settings)}"), soft_wrap=True
+        )
         console.err.print("In the terminal of your script:\n")
         for line in export_lines(self._settings, self._key, url):
             console.out.print(Text(line), soft_wrap=True)
         console.err.print()
 
 
+def served(settings: Settings) -> str:
+    """What a server with these settings serves, for a person."""
+    if settings.engine.backend == "remote":
+        from openrl.backends.remote.service import find_remote
+
+        remote = find_remote(settings.remote)
+        return f"what {remote.name} serves" + ("" if remote.name == remote.url else f" ({remote.url})")
+    names = ", ".join(name for spec in settings.models for name in (spec.name, *spec.aliases))
+    routes = ", ".join(f"{pattern} from {name}" for pattern, name in settings.remote.routes.items())
+    return f"{names}; {routes}" if routes else names
+
+
 def export_lines(settings: Settings, key: str, url: str) -> list[str]:
     """The lines to run in a client's shell. The last one is for names whose tokenizer lies in the local cache only."""
     lines = [f"export TINKER_BASE_URL={url}", f"export TINKER_API_KEY={key}"]
+    if settings.engine.backend == "remote":
+        lines.append(f"# for tokenizers of models that no hub has:  export HF_ENDPOINT={url}/hf")
+        return lines
     if any(spec.aliases or catalog.kind(spec.source) is not Kind.HUB for spec in settings.models):
         lines.append("export HF_HUB_OFFLINE=1  # tokenizers are in the local cache: load them without asking the hub")
     if not is_loopback(settings.server.host):

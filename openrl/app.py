@@ -4,25 +4,32 @@ from __future__ import annotations
 
 import asyncio
 import logging
-import os
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
-from types import FrameType
+from dataclasses import replace
+from typing import Protocol
 
 import uvicorn
+from starlette.applications import Starlette
 
+from openrl import tls
 from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady, ServeEvent, Stopping
 from openrl.backends.registry import check_backend, runs_custom_losses
+from openrl.backends.remote.app import create_remote_app
+from openrl.backends.remote.mixed.service import MixedService
+from openrl.backends.remote.service import RemoteService, find_remote, folder_of
 from openrl.daemon.daemon import Daemon
 from openrl.daemon.models import Model, ModelPool
+from openrl.graceful import GracefulServer, Service
 from openrl.instance import Owner, owning
 from openrl.models.hub_files import HubFiles
 from openrl.models.info import describe
 from openrl.models.store import locate
-from openrl.server.app import create_app
+from openrl.server.app import create_app, limits_of
+from openrl.server.connections import fitting_connections, patient
 from openrl.server.signing import signing_key
-from openrl.settings import Settings
+from openrl.settings import ServerSettings, Settings
 from openrl.types import ModelInfo, ModelSpec
 from openrl.wire import bodies
 from openrl.workers.local import LocalWorker
@@ -40,8 +47,29 @@ def serve(settings: Settings, api_key: str, on_event: OnEvent) -> int:
     server has the data folder, all before any work.
     """
     check_backend(settings.engine.backend)
+    if settings.server.tls_cert is not None and settings.server.tls_key is not None:
+        tls.check_pair(settings.server.tls_cert, settings.server.tls_key)
+    if settings.engine.backend == "remote":
+        return _serve_a_remote(settings, api_key, on_event)
     with _listen(settings.server.host, settings.server.port) as listener, owning(settings.data_dir) as owner:
         return asyncio.run(_serve(settings, api_key, on_event, listener, owner))
+
+
+def _serve_a_remote(settings: Settings, api_key: str, on_event: OnEvent) -> int:
+    """What is owned is the remote's part of the data folder alone: a daemon may have the rest."""
+    remote = find_remote(settings.remote)
+    key = settings.remote.token or remote.token.read()  # what is wrong with it is said now, and not to the first call
+    owned = folder_of(remote, settings.data_dir)
+    with _listen(settings.server.host, settings.server.port) as listener, owning(owned) as owner:
+
+        async def run() -> int:
+            service = RemoteService(remote, settings.remote, settings.data_dir, key)
+            secret = signing_key(settings.data_dir)
+            app = create_remote_app(service.link, service.keeper, settings.server, api_key, secret)
+            async with service.reached():
+                return await _run(app, service, settings, on_event, listener, owner)
+
+        return asyncio.run(run())
 
 
 def build(settings: Settings, on_event: OnEvent) -> Daemon:
@@ -59,6 +87,7 @@ def build(settings: Settings, on_event: OnEvent) -> Daemon:
                 max_batch_tokens=engine.max_batch_tokens,
                 max_sample_rows=engine.max_sample_rows,
                 max_kv_tokens=engine.max_kv_tokens,
+                prefix_cache_tokens=engine.prefix_cache_tokens,
             )
         )
 
@@ -99,53 +128,78 @@ def _listen(host: str, port: int) -> socket.socket:
     return listener
 
 
-class _Server(uvicorn.Server):
-    """uvicorn with our own signals: the daemon must let go of the long polls before connections can close."""
-
-    def __init__(self, config: uvicorn.Config, on_stop: Callable[[], None]) -> None:
-        super().__init__(config)
-        self._on_stop = on_stop
-
-    def handle_exit(self, sig: int, frame: FrameType | None) -> None:
-        if self.should_exit:
-            log.warning("second signal: leaving at once")
-            os._exit(130)  # the worker processes die with us
-        self._on_stop()
-        self.should_exit = True
-
-
 async def _serve(settings: Settings, api_key: str, on_event: OnEvent, listener: socket.socket, owner: Owner) -> int:
     daemon = build(settings, on_event)
+    hub_files = HubFiles(settings.models, settings.data_dir, settings.hub.datasets_dir)
+    secret = signing_key(settings.data_dir)
+    if not settings.remote.routes:
+        app = create_app(daemon, settings.server, api_key, secret, hub_files)
+        return await _run(app, daemon, settings, on_event, listener, owner)
+    mixed = MixedService(daemon, settings, daemon.keys.ring)
+    app = create_app(daemon, settings.server, api_key, secret, hub_files, [mixed.middleware], [mixed.route])
+    async with mixed.reached():
+        return await _run(app, mixed, settings, on_event, listener, owner)
+
+
+class _Living(Service, Protocol):
+    async def start(self) -> None: ...
+
+    async def stop(self) -> None: ...
+
+
+async def _run(
+    app: Starlette, service: _Living, settings: Settings, on_event: OnEvent, listener: socket.socket, owner: Owner
+) -> int:
+    config = _config(app, settings.server)
+    server = GracefulServer(config, service, settings.daemon.shutdown_grace, lambda: on_event(Stopping()))
 
     @asynccontextmanager
     async def life(_app: object) -> AsyncGenerator[None]:
-        await daemon.start()
-        owner.announce(_url(listener))
-        on_event(Listening(_url(listener)))
-        yield
-        await daemon.stop()
+        await service.start()
+        server.service_started()
+        tls.leave_copy(settings.data_dir, settings.server.tls_cert)
+        url = _url(listener, config)
+        owner.announce(url)
+        on_event(Listening(url))
+        async with _fresh_certificate(config, settings.server):
+            yield
+        await service.stop()
 
-    hub_files = HubFiles(settings.models, settings.data_dir, settings.hub.datasets_dir)
-    app = create_app(daemon, settings.server, api_key, signing_key(settings.data_dir), hub_files)
     app.router.lifespan_context = life
-    config = uvicorn.Config(
-        app,
-        log_config=None,
-        access_log=False,
-        timeout_graceful_shutdown=int(settings.daemon.shutdown_grace),
-        timeout_keep_alive=75,
-        lifespan="on",
-    )
-
-    def on_stop() -> None:
-        on_event(Stopping())
-        daemon.begin_stop()
-
-    server = _Server(config, on_stop)
     await server.serve(sockets=[listener])
     return 0 if server.started else 1
 
 
-def _url(listener: socket.socket) -> str:
+def _config(app: Starlette, server: ServerSettings) -> uvicorn.Config:
+    limits = replace(limits_of(server), connections=fitting_connections(server.max_connections))
+    return uvicorn.Config(
+        app,
+        http=patient(limits),
+        h11_max_incomplete_event_size=server.max_head_bytes,
+        ws="none",
+        log_config=None,
+        access_log=False,
+        timeout_keep_alive=75,
+        lifespan="on",
+        ssl_certfile=server.tls_cert,
+        ssl_keyfile=None if server.tls_key is None else str(server.tls_key),
+    )
+
+
+@asynccontextmanager
+async def _fresh_certificate(config: uvicorn.Config, server: ServerSettings) -> AsyncGenerator[None]:
+    """Renewed certificates are taken up during the block."""
+    if config.ssl is None or server.tls_cert is None or server.tls_key is None:
+        yield
+        return
+    following = asyncio.create_task(tls.follow(config.ssl, server.tls_cert, server.tls_key))
+    try:
+        yield
+    finally:
+        following.cancel()
+
+
+def _url(listener: socket.socket, config: uvicorn.Config) -> str:
     host, port = listener.getsockname()[:2]
-    return f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}"
+    scheme = "https" if config.is_ssl else "http"
+    return f"{scheme}://[{host}]:{port}" if ":" in host else f"{scheme}://{host}:{port}"

@@ -8,8 +8,9 @@ from pathlib import Path
 import pytest
 import tinker
 
-from openrl_recipes.local_server import Endpoint, local_server
+from openrl_recipes.local_server import Endpoint
 from support import tiny
+from support.proxied import local_server
 from support.real_server import client, data_dir_with_models
 from support.tokenizers import save_byte_tokenizer
 

@@ -24,7 +24,8 @@ from safetensors.numpy import load_file
 from tinker import types
 from transformers import AutoModelForCausalLM
 
-from openrl_recipes.local_server import Endpoint, local_server, openrl_command
+from openrl_recipes.local_server import Endpoint, openrl_command
+from support.proxied import local_server
 from support.real_server import client, datum, logprobs
 
 pytestmark = [

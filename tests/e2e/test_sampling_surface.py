@@ -20,7 +20,8 @@ import pytest
 import tinker
 from tinker import types
 
-from openrl_recipes.local_server import Endpoint, local_server
+from openrl_recipes.local_server import Endpoint
+from support.proxied import local_server
 from support.real_server import KillableServer, client, ints
 
 pytestmark = [

@@ -99,7 +99,9 @@ def test_samples_through_the_sdk(smol: tinker.ServiceClient) -> None:
     three = sampler.sample(ints(TEXT), 3, params, include_prompt_logprobs=True, topk_prompt_logprobs=2).result()
     alone = sampler.sample(ints(TEXT), 1, types.SamplingParams(max_tokens=5, seed=12)).result()
     assert len(three.sequences) == 3
-    assert list(three.sequences[1].tokens) == list(alone.sequences[0].tokens)
+    # The first token: later ones may tell bf16's rounding in a batch of three from that of one row (B6); in float32
+    # the contract tests compare all of them.
+    assert three.sequences[1].tokens[0] == alone.sequences[0].tokens[0]
     assert three.prompt_logprobs is not None
     assert three.prompt_logprobs[0] is None
     assert len(three.prompt_logprobs) == len(TEXT)

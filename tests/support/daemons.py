@@ -68,13 +68,14 @@ class Harness:
     def __init__(self, data_dir: Path, **limits: Any) -> None:
         self.settings = settings(data_dir, **limits)
         self.workers: list[ScalarWorker] = []
+        self.kind: Callable[[], Any] = ScalarWorker
         self.prepare: Callable[[ScalarWorker], None] = lambda worker: None
         self.daemon: Daemon
         self.session: SessionId
 
     async def start(self) -> Harness:
         def new_worker(_spec: ModelSpec) -> ScalarWorker:
-            worker = ScalarWorker()
+            worker = self.kind()
             self.prepare(worker)
             self.workers.append(worker)
             return worker

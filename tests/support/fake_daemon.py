@@ -30,6 +30,8 @@ from openrl.daemon.work import (
     Work,
 )
 from openrl.errors import BadRequest, Gone, NotFound, OpenRLError
+from openrl.keys.principal import LOCAL_OWNER
+from openrl.keys.ring import Keyring
 from openrl.settings import ServerSettings
 from openrl.store.records import Checkpoint, Completion, Run, RunState, RunSummary, Sampler
 from openrl.types import (
@@ -126,8 +128,16 @@ class FakeLosses:
     served = False
 
 
+class FakeKeys:
+    """Keys that are only held."""
+
+    def __init__(self) -> None:
+        self.ring = Keyring()
+
+
 class FakeDaemon:
     def __init__(self) -> None:
+        self.keys = FakeKeys()
         self.losses = FakeLosses()
         self.rest = FakeRecords(self)
         self.clients = FakeClients(self)
@@ -152,6 +162,9 @@ class FakeDaemon:
     def _fail(self, method: str) -> None:
         if method in self.errors:
             raise self.errors[method]
+
+    def owner_of(self, identity: str) -> str:
+        return LOCAL_OWNER
 
     # -- sessions --
 

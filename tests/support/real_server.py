@@ -8,6 +8,7 @@ import subprocess
 import time
 import urllib.request
 from collections.abc import Sequence
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +19,7 @@ from tinker import types
 
 from openrl.settings import load
 from openrl_recipes.local_server import Endpoint, free_port, openrl_command
+from support.proxied import PROXIED, in_front_of
 
 
 def data_dir_with_models(folder: Path) -> Path:
@@ -33,20 +35,29 @@ def client(endpoint: Endpoint) -> tinker.ServiceClient:
 
 
 class KillableServer:
-    """`openrl serve` on a fixed port, to be killed and started again on the same data folder."""
+    """`openrl serve` on a fixed port, to be killed and started again on the same data folder.
+
+    `endpoint` is where clients go: a proxy before it, with E2E_REMOTE=1.
+    """
 
     def __init__(self, arguments: Sequence[str], log: Path) -> None:
         port = free_port()
-        self.endpoint = Endpoint(f"http://127.0.0.1:{port}", "tml-test-key-of-at-least-some-length")
+        self.own = self.endpoint = Endpoint(f"http://127.0.0.1:{port}", "tml-test-key-of-at-least-some-length")
+        self._proxy = ExitStack()
         self._command = [openrl_command(), "serve", "--port", str(port), *arguments]
         self._log = log
         self.process: subprocess.Popen[bytes]
 
     def __enter__(self) -> KillableServer:
         self.start()
+        if PROXIED:
+            self.endpoint = self._proxy.enter_context(
+                in_front_of(self.own, self._log.with_name(f"proxy-{self._log.stem}"))
+            )
         return self
 
     def __exit__(self, *_: object) -> None:
+        self._proxy.close()
         self.interrupt()
 
     def start(self) -> None:
@@ -57,7 +68,7 @@ class KillableServer:
         while time.monotonic() < deadline:
             assert self.process.poll() is None, self._log.read_text()
             try:
-                urllib.request.urlopen(f"{self.endpoint.base_url}/api/v1/healthz", timeout=5).close()
+                urllib.request.urlopen(f"{self.own.base_url}/api/v1/healthz", timeout=5).close()
                 return
             except OSError:
                 time.sleep(0.05)
@@ -73,6 +84,17 @@ class KillableServer:
         self.process.wait(10)
         gone, alive = psutil.wait_procs(workers, timeout=20)
         assert not alive, f"workers outlived their daemon: {alive}, ended: {gone}"
+
+    def terminate(self) -> float:
+        """SIGTERM, as an orchestrator sends it; returns the seconds until the process had ended, with exit code 0."""
+        workers = self.workers()
+        start = time.monotonic()
+        self.process.send_signal(signal.SIGTERM)
+        assert self.process.wait(60) == 0
+        took = time.monotonic() - start
+        _, alive = psutil.wait_procs(workers, timeout=5)
+        assert not alive, f"workers outlived their daemon: {alive}"
+        return took
 
     def interrupt(self) -> int:
         """Ctrl-C once; returns the exit code."""

@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import json
-from collections.abc import AsyncGenerator, Awaitable, Callable
+from collections.abc import AsyncGenerator, AsyncIterable, Awaitable, Callable
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+import httpcore
 import httpx
 
 from openrl.tokens import TokenSource
@@ -30,16 +31,16 @@ def answer(status: int, body: object, **headers: str) -> httpx.Response:
 
 
 def unreachable() -> Exception:
-    return httpx.ConnectError("connection refused")
+    return httpcore.ConnectError("connection refused")
 
 
 def lost() -> Exception:
     """The request got there, the answer did not get back."""
-    return httpx.ReadError("connection reset")
+    return httpcore.ReadError("connection reset")
 
 
 @dataclass
-class FakeRemote(httpx.AsyncBaseTransport):
+class FakeRemote:
     """`answers` are given in turn, the last one again and again; `calls` is what came, without signs of life."""
 
     answers: list[Answer | Handler] = field(default_factory=list)
@@ -47,32 +48,28 @@ class FakeRemote(httpx.AsyncBaseTransport):
     alive: bool = True
     boot: str = "first"
 
-    async def handle_async_request(self, request: httpx.Request) -> httpx.Response:
-        if request.url.path.endswith("/healthz"):
-            await request.aread()
-            return self._sign_of_life()
-        await request.aread()
-        self.calls.append(request)
+    async def handle_async_request(self, request: httpcore.Request) -> httpcore.Response:
+        assert isinstance(request.stream, AsyncIterable)
+        content = b"".join([part async for part in request.stream])
+        given: Answer = httpx.Response(200, json={"status": "ok"})
+        if not request.url.target.endswith(b"/healthz"):
+            self.calls.append(_seen(request, content))
+            given = await self._next()
         if not self.alive:
-            raise unreachable()
-        given = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
-        if callable(given) and not isinstance(given, httpx.Response):
-            given = given(request)
-            if not isinstance(given, httpx.Response | Exception):
-                given = await given
+            given = unreachable()
         if isinstance(given, Exception):
             raise given
+        boot = [(b"x-openrl-boot", self.boot.encode())] if self.boot else []
         assert isinstance(given.stream, httpx.ByteStream)
-        raw = httpx.ByteStream(b"".join(given.stream))  # not decoded, as `content` would be
-        copy = httpx.Response(given.status_code, headers=given.headers, stream=raw)
-        if self.boot:
-            copy.headers["x-openrl-boot"] = self.boot
-        return copy
+        raw = b"".join(given.stream)  # not decoded, as `content` would be
+        return httpcore.Response(given.status_code, headers=[*given.headers.raw, *boot], content=raw)
 
-    def _sign_of_life(self) -> httpx.Response:
-        if not self.alive:
-            raise unreachable()
-        return httpx.Response(200, json={"status": "ok"}, headers={"x-openrl-boot": self.boot} if self.boot else {})
+    async def _next(self) -> Answer:
+        given = self.answers.pop(0) if len(self.answers) > 1 else self.answers[0]
+        if isinstance(given, httpx.Response | Exception):
+            return given
+        answered = given(self.calls[-1])
+        return answered if isinstance(answered, httpx.Response | Exception) else await answered
 
     def bodies(self) -> list[Any]:
         return [json.loads(call.content) for call in self.calls]
@@ -98,6 +95,14 @@ class Near(Http):
         return await self.send("retrieve_future", {"request_id": request_id})
 
 
+def _seen(request: httpcore.Request, content: bytes) -> httpx.Request:
+    """A request in the form that tests look at."""
+    url = request.url
+    netloc = dict(request.headers)[b"host"].decode()
+    whole = httpx.URL(f"{url.scheme.decode()}://{netloc}").copy_with(raw_path=url.target)
+    return httpx.Request(request.method.decode(), whole, headers=request.headers, content=content)
+
+
 @asynccontextmanager
 async def near(
     folder: Path, *answers: Answer | Handler, source: TokenSource | None = None, boot: str = "first", **settings: Any
@@ -107,7 +112,7 @@ async def near(
     settings = {"patience": 5.0} | settings
     server = settings.pop("server", {"long_poll_seconds": 0.3})
     proxy = Proxy(
-        URL, folder, source=source, transport=lambda keep: remote, ping_s=0.05, server=server, **settings
+        URL, folder, source=source, pool=lambda keep: remote, ping_s=0.05, server=server, **settings
     )  # fmt: skip
     async with proxy:
         yield Near(proxy, remote)

@@ -28,8 +28,9 @@ def adapter_ref(name: str) -> AdapterRef:
 class World:
     """A tiny float32 model with adapters "a" and "b" whose B is not zero, a sampler over it and its naive twin."""
 
-    def __init__(self, folder: Path, family: str) -> None:
-        self.folder = tiny.build(folder, family)
+    def __init__(self, folder: Path, family: str | None) -> None:
+        """`family`: of a random model that is written into `folder`; None for the model that is there."""
+        self.folder = tiny.build(folder, family) if family else folder
         self.model: CausalLM = open_model(self.folder, torch.device("cpu"), torch.float32)
         self.adapters = {name: self.make_adapter(seed) for name, seed in (("a", 1), ("b", 2))}
         self._twins: dict[str | None, Any] = {}

@@ -97,7 +97,7 @@ class ScalarWorker:
     def kill(self) -> None:
         self._gone.set()
 
-    async def close(self) -> None:
+    async def close(self, seconds: float) -> None:
         self._gone.set()
 
     async def _turn(self, watch: Stopwatch | None) -> None:

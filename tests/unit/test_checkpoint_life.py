@@ -375,7 +375,8 @@ async def test_t52_access_tokens(h: Harness, http: Http) -> None:
     path = await saved(h, run, 1, "a")
     header = "x-tinker-weights-access-token"
     body = {"destination_project_id": "p", "source_path": path}
-    own_token: str = http.app.state.credentials.issue()
+    credentials = http.app.state.credentials
+    own_token: str = credentials.issue(credentials.principal(KEY))
     for token, status in ((KEY, 200), (own_token, 200), ("tml-someone-else", 401), ("eyJ.a.b", 401)):
         answer = await copy(http, body, **{header: token})
         assert answer.status_code == status, answer.text

@@ -130,6 +130,21 @@ async def test_a_save_is_ordered_and_immutable(h: Harness) -> None:
 
 
 @scenario
+async def test_s15_each_save_under_a_name_has_a_key_of_its_own(h: Harness) -> None:
+    """What backends keep of a checkpoint, they keep by its key: so it must never come again."""
+    run = await h.open_run()
+    keys: list[str] = []
+    for i in range(3):
+        await h.result(await h.save(run, 1 + i, "a", overwrite=True))
+        sampler = await h.daemon.create_sampler(h.session, i, None, f"tinker://{run}/weights/a")
+        await h.result(await h.sample(sampler, 0))
+        adapter = h.worker.jobs[-1].adapter
+        assert adapter is not None
+        keys.append(adapter.key)
+    assert len(set(keys)) == 3
+
+
+@scenario
 async def test_c1_an_existing_name_fails_unless_overwritten(h: Harness) -> None:
     run = await h.open_run()
     await h.result(await h.save(run, 1, "a"))

@@ -440,7 +440,7 @@ async def test_lists_stay_fast_with_many_rows(c: Client) -> None:
             other = f"{c.h.session}:train:{number + 10}"
             db.execute(
                 "INSERT INTO runs SELECT ?, session_id, base_model, spec, state, user_metadata, ?,"
-                " last_request_at, reason, next_seq, snapshot_folder, snapshot_seq FROM runs WHERE id = ?",
+                " last_request_at, reason, next_seq, snapshot_folder, snapshot_seq, owner FROM runs WHERE id = ?",
                 (other, now + number / 1e3, run),
             )
             for index in range(5):

@@ -287,3 +287,54 @@ def test_a_sample_is_cancelled_before_any_worker_is_ready(tmp_path: Path) -> Non
         await h.daemon.stop()
 
     asyncio.run(main())
+
+
+# ---- clients that are gone ----
+
+
+async def sampler_alone(w: Wired) -> str:
+    """In a session without runs, which a held worker would keep from leaving the device."""
+    w.session = (await w.post("create_session", {"sdk_version": "0.38.0"})).json()["session_id"]
+    return await w.open_sampler()
+
+
+@over_http({"session_timeout": 0.5}, long_poll_seconds=0.1)
+async def test_samples_of_a_silent_session_leave_the_device_and_come_back(w: Wired) -> None:
+    """Nobody waits for them; but silence is no end (T50), so with the next sign of life they are drawn after all."""
+    sampler = await sampler_alone(w)
+    w.h.worker.hold = asyncio.Event()
+    one, other = await draw(w, sampler, 0, 1)
+    await asyncio.sleep(0.6)
+    await w.h.daemon._housekeeping.once()
+    assert depth(w) == 0
+    await w.post("cancel_future", {"request_id": other})
+    w.h.worker.hold.set()
+    assert (await w.retrieve(one)).status_code == 408  # asking is a sign of life
+    await w.h.daemon._housekeeping.once()
+    assert (await w.result(one)).headers["content-type"] == "application/x-protobuf"
+    assert (await w.result(other)).json()["category"] == "user"
+    assert [job.request for job in w.h.worker.jobs] == [one, other, one]
+
+
+@over_http()
+async def test_samples_of_a_finished_session_stop_and_fail(w: Wired) -> None:
+    sampler = await sampler_alone(w)
+    w.h.worker.hold = asyncio.Event()
+    (request,) = await draw(w, sampler, 0)
+    assert (await w.post(f"sessions/{w.session}/finish", b"")).status_code == 200
+    await w.h.daemon._housekeeping.once()
+    assert depth(w) == 0
+    assert "because its session is finished" in (await w.result(request)).json()["error"]
+
+
+@over_http({"session_timeout": 0.5}, long_poll_seconds=0.1)
+async def test_who_asks_for_news_is_not_silent(w: Wired) -> None:
+    """4.5: a client that only polls is there, with or without heartbeats."""
+    sampler = await sampler_alone(w)
+    w.h.worker.hold = asyncio.Event()
+    await draw(w, sampler, 0)
+    await asyncio.sleep(0.6)
+    await news(w, sampler, timeout=0)
+    await w.h.daemon._housekeeping.once()
+    assert depth(w) == 1
+    w.h.worker.hold.set()

@@ -34,7 +34,7 @@ def test_defaults(tmp_path: Path) -> None:
         64,
         65536,
     )
-    assert dataclasses.astuple(found.daemon) == (600, 86400, 1800, 60, 4096, 30)
+    assert dataclasses.astuple(found.daemon) == (600, 86400, 1800, 60, 4096, 30, 32 << 30, 86400)
     (model,) = found.models
     assert (model.name, model.source) == (SMOLLM, "smollm2-135m-instruct")
 
@@ -116,6 +116,17 @@ def test_aliases_from_flags_and_saved_ones(tmp_path: Path) -> None:
     assert set(found.settings.models[0].aliases) == {"smollm2-135m-instruct", "saved/name", "Qwen/Qwen3-4B", "plain"}
 
 
+def test_weights_of_sessions(tmp_path: Path) -> None:
+    """In the order in which they are given; numbers or text in TOML."""
+    toml = resolve(tmp_path, toml="[sharing.weights]\n'tag:a-*' = 2\n'project:x' = '0.5'\n")
+    assert list(toml.settings.sharing.weights.items()) == [("tag:a-*", 2.0), ("project:x", 0.5)]
+    env = resolve(tmp_path, env={"OPENRL_SHARING_WEIGHTS": "a=2, *=.5"})
+    assert env.settings.sharing.weights == {"a": 2.0, "*": 0.5}
+    for wrong in ("a", "a=0", "a=-1", "a=x", "a=inf", "a=nan"):
+        with pytest.raises(SettingsError, match="weights above 0"):
+            resolve(tmp_path, env={"OPENRL_SHARING_WEIGHTS": wrong})
+
+
 def test_an_alias_of_a_model_that_is_not_served_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="--model gemma-3-270m"):
         resolve(tmp_path, {"aliases": ["a/b=gemma-3-270m"]})
@@ -129,7 +140,7 @@ def test_an_unknown_model_stops_the_start(tmp_path: Path) -> None:
 def test_every_field_has_a_setting_and_every_setting_a_field(tmp_path: Path) -> None:
     found = resolve(tmp_path).settings
     keys = {"data_dir", "models", "aliases", "server.api_key"}
-    for group in ("server", "engine", "daemon", "log", "hub", "billing"):
+    for group in ("server", "engine", "daemon", "log", "hub", "billing", "remote", "sharing"):
         keys |= {f"{group}.{field.name}" for field in dataclasses.fields(getattr(found, group))}
     assert keys == set(settings.BY_KEY)
     assert len({setting.env for setting in settings.SETTINGS}) == len(settings.SETTINGS)
