@@ -23,7 +23,7 @@ CPU = torch.device("cpu")
 
 @pytest.fixture
 def spec(model_folder: Callable[..., Path]) -> BackendSpec:
-    return BackendSpec(model_folder("llama"), "auto", "float32", 1, 256, 4, 512, "tiny/model")
+    return BackendSpec(model_folder("llama"), "auto", "float32", 1, 256, 4, 512, name="tiny/model")
 
 
 def test_info_and_report(spec: BackendSpec) -> None:

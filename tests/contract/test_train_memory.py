@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from openrl.backends.torch import passes
+from openrl.backends.torch import passes, train_backbone
 from openrl.backends.torch.grids import arrange
 from openrl.backends.torch.train import Trainer
 from openrl.backends.torch.train_backbone import TrainBackbone
@@ -160,6 +160,22 @@ def test_mixed_lengths_are_not_padded(model_folder: Folders, tmp_path: Path, see
     create(held, tmp_path)
     forward(held, ce(*lengths))
     assert sum(tokens for tokens, _ in seen) == sum(lengths)
+
+
+@pytest.mark.parametrize("family", ["llama", "qwen3", "mistral", "gemma3"])
+def test_fused_attention_gives_the_same(
+    family: str, model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """What a GPU runs, on a CPU: PyTorch's own kernels in place of blocks, windows included."""
+    blocks = trainer(model_folder(family))
+    monkeypatch.setattr(train_backbone, "prefers_fused", lambda _: True)
+    fused = trainer(model_folder(family))
+    payload = ce(50, 21, 70)
+    create(blocks, tmp_path)
+    create(fused, tmp_path)
+    one, two = gradients(blocks, payload), gradients(fused, payload)
+    assert one[0].metrics == pytest.approx(two[0].metrics, rel=1e-5)
+    assert distance(two[1], one[1]) < 1e-5
 
 
 def test_forward_alone_keeps_nothing(model_folder: Folders, tmp_path: Path) -> None:

@@ -89,7 +89,12 @@ class Persistent:
             self.session = (await self.post("create_session", {"sdk_version": "0.38.0"}, x_idempotency_key=key))[
                 "session_id"
             ]
-        body = {"session_id": self.session, "model_seq_id": number, "base_model": base_model, "lora_config": {"rank": 8}}
+        body = {
+            "session_id": self.session,
+            "model_seq_id": number,
+            "base_model": base_model,
+            "lora_config": {"rank": 8},
+        }
         return RunId((await self.result(await self.promise("create_model", body)))["model_id"])
 
 

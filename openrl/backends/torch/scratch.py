@@ -16,7 +16,7 @@ class Scratch:
     """Named buffers on one device."""
 
     def __init__(self, device: torch.device) -> None:
-        self._device = device
+        self.device = device
         self._held: dict[tuple[str, torch.dtype], Tensor] = {}
 
     def take(self, name: str, shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:
@@ -25,7 +25,7 @@ class Scratch:
         held = self._held.get((name, dtype))
         if held is None or held.numel() < size:
             self._held.pop((name, dtype), None)  # the old memory is free before the new is asked for
-            held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=self._device)
+            held = self._held[name, dtype] = torch.empty(size, dtype=dtype, device=self.device)
         return held[:size].view(shape)
 
     def clear(self) -> None:

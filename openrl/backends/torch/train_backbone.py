@@ -18,8 +18,10 @@ from openrl.backends.torch.joint import Joint
 from openrl.backends.torch.lora import Adapter, LoraLinear, segments_of
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.norms import Norm
+from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
-from openrl.backends.torch.train_attention import CausalAttention, Rope
+from openrl.backends.torch.train_attention import CausalAttention
+from openrl.backends.torch.train_cores import BlockCore, Core, FusedCore
 from openrl.backends.torch.train_layers import Batch, RunLayer, RunNorm, TrainLayer
 
 Forward = Callable[..., Tensor]
@@ -115,18 +117,30 @@ def _read_layer(module: Any, index: int, config: Any, kind: str | None, scratch:
 
 
 def _read_attention(module: Any, config: Any, kind: str | None, scratch: Scratch) -> CausalAttention:
-    window: int | None = getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
     return CausalAttention(
         heads=config.num_attention_heads,
         kv_heads=config.num_key_value_heads,
         head_dim=module.head_dim,
-        scale=module.scaling,
-        window=window,
-        softcap=getattr(module, "attn_logit_softcapping", None),
         q_norm=Norm.of(module.q_norm) if hasattr(module, "q_norm") else None,
         k_norm=Norm.of(module.k_norm) if hasattr(module, "k_norm") else None,
+        core=_read_core(module, config, kind, scratch),
         scratch=scratch,
     )
+
+
+def _read_core(module: Any, config: Any, kind: str | None, scratch: Scratch) -> Core:
+    kv_heads = config.num_key_value_heads
+    group = config.num_attention_heads // kv_heads
+    window: int | None = getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
+    softcap: float | None = getattr(module, "attn_logit_softcapping", None)
+    if softcap is None and prefers_fused(scratch.device):
+        return FusedCore(kv_heads, group, module.scaling, window)
+    return BlockCore(kv_heads, group, module.scaling, window, softcap, scratch)
+
+
+def prefers_fused(device: torch.device) -> bool:
+    """Whether PyTorch's attention kernels are the faster ones on a device."""
+    return device.type != "cpu"
 
 
 def _joint(*layers: LoraLinear) -> Joint:

@@ -19,8 +19,9 @@ from openrl.backends.torch.grids import Grid
 from openrl.backends.torch.joint import Detour, Joint
 from openrl.backends.torch.lora import Segment
 from openrl.backends.torch.norms import Norm
+from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
-from openrl.backends.torch.train_attention import CausalAttention, Rope
+from openrl.backends.torch.train_attention import CausalAttention
 
 _ROWS = 256  # taken at once where several operations follow one another: these stay in a CPU's cache
 
