@@ -14,6 +14,7 @@ from typing import Any, cast
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 _SPARE_FILES = 256  # for the store, workers, logs and checkpoints
+_DRAINED = 4  # largest bodies, that are read to nowhere after their refusal, so that the client gets to read that
 _FULL = b"HTTP/1.1 503 Service Unavailable\r\nretry-after: 2\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 _LARGE = b"HTTP/1.1 431 Request Header Fields Too Large\r\ncontent-length: 0\r\nconnection: close\r\n\r\n"
 
@@ -86,7 +87,11 @@ class _Connection(asyncio.Protocol):
         self._head += len(data)
         self.head_since = self.head_since or self._watch.now()
         unread_body = newest is not None and newest.more_body
-        if self._head > self._limits.head + (self._limits.body if unread_body else 0):
+        if unread_body:
+            # Already answered, so nothing more is said: it would pass for the answer to the next request.
+            if self._head > _DRAINED * self._limits.body:
+                self.transport.close()
+        elif self._head > self._limits.head:
             self.transport.write(_LARGE)
             self.transport.close()
 

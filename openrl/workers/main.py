@@ -107,6 +107,8 @@ def _set_before_torch() -> None:
     # lengths, where few shapes come again.
     os.putenv("LRU_CACHE_CAPACITY", "128")
     os.putenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
+    # Large tensors in large pages: the system clears these ten times as fast, and a pass asks for much memory.
+    os.putenv("THP_MEM_ALLOC_ENABLE", "1")
 
 
 def _die_with_parent() -> None:

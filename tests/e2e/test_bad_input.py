@@ -155,6 +155,6 @@ def test_raw_bodies(server: KillableServer, trainer: tinker.TrainingClient) -> N
             "unknown route": (404, http.post(f"{url}/nothing", json={}, headers=key)),
         }
     for case, (status, answer) in answers.items():
-        assert answer.status_code == status, (case, answer.text)
+        assert answer.status_code == status, (case, answer.status_code, answer.text)
         assert answer.json()["detail"], case
         assert int(answer.headers["Content-Length"]) > 0, case

@@ -76,5 +76,11 @@ def test_little_free_memory_bounds_a_pass() -> None:
     assert of(SMOL, 0).recomputed(100) == 30
 
 
+def test_a_cpu_gains_nothing_from_larger_micro_batches() -> None:
+    """Where memory abounds, as for a model with large weights."""
+    sizes = Sizes.of(SMOL, 2)
+    assert plan(sizes, 1 << 40, 1 << 36, sizes.adapter(16)).limit(4096) == 768
+
+
 def test_a_gpu_is_used_whole() -> None:
     assert of(SMOL, 80 << 30, gpu=True).limit(1 << 20) > 100_000

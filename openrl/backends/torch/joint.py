@@ -13,7 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor, nn
 
-from openrl.backends.torch.lora import Segment
+from openrl.backends.torch.lora import Adapter, Segment
+from openrl.backends.torch.scratch import Scratch
 
 
 @dataclass(frozen=True, slots=True)
@@ -25,18 +26,41 @@ class Share:
     up: Tensor
 
 
+@dataclass(frozen=True, slots=True)
+class Cast:
+    """An adapter's factors in a joint product: A of all its projections [sum of r, in] and their shares."""
+
+    a: Tensor
+    shares: tuple[Share, ...]
+
+
+class Casts:
+    """Factors in the compute dtype, made at first need; good for one pass, during which adapters do not change."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._dtype = dtype
+        self._made: dict[tuple[int, str], Cast] = {}
+
+    def of(self, joint: Joint, adapter: Adapter) -> Cast:
+        """Those of a joint product."""
+        key = (id(adapter), joint.names[0])
+        if key not in self._made:
+            self._made[key] = joint.cast(adapter, self._dtype)
+        return self._made[key]
+
+
 @dataclass(slots=True)
 class Detour:
-    """A segment's adapter in a joint product: A of all its projections [sum of r, in], in the compute dtype.
+    """A segment's adapter on its way through a joint product.
 
-    `low` [rows, sum of r] is scale A x, once it has been computed.
+    `low` [rows, sum of r] is scale A x, once it has been computed, and `d_low` the gradient of A x.
     """
 
     rows: slice
     scale: float
-    a: Tensor
-    shares: list[Share]
+    cast: Cast
     low: Tensor | None = None
+    d_low: Tensor | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,64 +91,95 @@ class Joint:
         return self.weight.shape[0]
 
     def leaves(self, segments: Sequence[Segment]) -> list[Tensor]:
-        """The factors A, B of each segment and projection in turn: the order in which `back` returns gradients."""
-        pairs = (pair for s in segments for pair in self._pairs(s))
+        """The factors A, B of each segment and projection in turn: the order in which `factors` returns gradients."""
+        pairs = (pair for s in segments if s.adapter is not None for pair in self._pairs(s.adapter))
         return [factor for _, a, b in pairs for factor in (a, b)]
 
-    def detours(self, segments: Sequence[Segment], dtype: torch.dtype) -> list[Detour]:
-        """The segments' adapters cast to the compute dtype; those that leave all of these projections alone are not
-        there."""
-        found: list[Detour] = []
-        for s in segments:
-            pairs = list(self._pairs(s))
-            if not pairs or s.adapter is None:
-                continue
-            shares: list[Share] = []
-            at = 0
-            for columns, a, b in pairs:
-                shares.append(Share(slice(at, at + len(a)), columns, transposed(b, dtype)))
-                at += len(a)
-            joined = torch.cat([a.detach() for _, a, _ in pairs]).to(dtype)
-            found.append(Detour(slice(s.start, s.stop), s.adapter.scale, joined, shares))
-        return found
+    def detours(self, segments: Sequence[Segment], casts: Casts) -> list[Detour]:
+        """The segments' adapters; those that leave all of these projections alone are not there."""
+        found = [(s, s.adapter, casts.of(self, s.adapter)) for s in segments if s.adapter is not None]
+        return [Detour(slice(s.start, s.stop), adapter.scale, cast) for s, adapter, cast in found if cast.shares]
 
-    def run(self, x: Tensor, detours: Sequence[Detour], out: Tensor | None = None) -> Tensor:
+    def cast(self, adapter: Adapter, dtype: torch.dtype) -> Cast:
+        """An adapter's factors in a dtype."""
+        shares: list[Share] = []
+        downs = [self.weight.new_empty(0, self.weight.shape[1], dtype=torch.float32)]
+        at = 0
+        for columns, a, b in self._pairs(adapter):
+            shares.append(Share(slice(at, at + len(a)), columns, transposed(b, dtype)))
+            downs.append(a.detach())
+            at += len(a)
+        return Cast(torch.cat(downs).to(dtype), tuple(shares))
+
+    def run(self, x: Tensor, detours: Sequence[Detour], scratch: Scratch, out: Tensor | None = None) -> Tensor:
         """x W^T + b + scale B A x for x [rows, in]; leaves the low-rank products in the detours."""
-        y = torch.mm(x, self.weight.t(), out=out)
-        if self.bias is not None:
-            y.add_(self.bias)
         for d in detours:
-            d.low = torch.mm(x[d.rows], d.a.t()).mul_(d.scale)
-            for share in d.shares:
-                y[d.rows, share.columns].addmm_(d.low[:, share.low], share.up)
-        return y
+            d.low = torch.mm(x[d.rows], d.cast.a.t()).mul_(d.scale)
+        if detours and x.dtype is not torch.float32:
+            y = self._summed_once(x, detours, scratch, out)
+        else:
+            y = torch.mm(x, self.weight.t(), out=out)
+            for d in detours:
+                assert d.low is not None
+                for share in d.cast.shares:
+                    y[d.rows, share.columns].addmm_(d.low[:, share.low], share.up)
+        return y if self.bias is None else y.add_(self.bias)
 
-    def back(
-        self, dy: Tensor, x: Tensor | None, detours: Sequence[Detour], *, inputs: bool, out: Tensor | None = None
-    ) -> tuple[Tensor | None, list[Tensor]]:
-        """dL/dx, if `inputs`, and the float32 gradients of the factors. `x` may be None where there are no detours."""
-        dx = torch.mm(dy, self.weight, out=out) if inputs else None
+    def _summed_once(self, x: Tensor, detours: Sequence[Detour], scratch: Scratch, out: Tensor | None) -> Tensor:
+        """[x, low] times [W, B]^T: base and adapters in one sum, which is rounded once.
+
+        Added to a product that is rounded already, what an adapter says is lost wherever it is less than half a step
+        of bf16, that is most of it while the adapter is young.
+        """
+        width, lows = x.shape[1], [d.cast.a.shape[0] for d in detours]
+        total = width + sum(lows)
+        wide = scratch.take("wide input", (len(x), total), x.dtype)
+        weight = scratch.take("wide weight", (self.outputs, total), x.dtype)
+        wide[:, :width], weight[:, :width] = x, self.weight
+        wide[:, width:], weight[:, width:] = 0, 0
+        at = width
+        for d, low in zip(detours, lows, strict=True):
+            assert d.low is not None
+            wide[d.rows, at : at + low] = d.low
+            for share in d.cast.shares:
+                weight[share.columns, at + share.low.start : at + share.low.stop] = share.up.t()
+            at += low
+        return torch.mm(wide, weight.t(), out=out)
+
+    def back(self, dy: Tensor, detours: Sequence[Detour], out: Tensor) -> Tensor:
+        """dL/dx into `out`; leaves the gradients of the low-rank products in the detours."""
+        dx = torch.mm(dy, self.weight, out=out)
+        self.back_low(dy, detours)
+        for d in detours:
+            assert d.d_low is not None
+            dx[d.rows].addmm_(d.d_low, d.cast.a)
+        return dx
+
+    def back_low(self, dy: Tensor, detours: Sequence[Detour]) -> None:
+        """The part of `back` that `factors` needs."""
+        for d in detours:
+            rows = dy[d.rows]
+            parts = [torch.mm(rows[:, share.columns], share.up.t()) for share in d.cast.shares]
+            d.d_low = (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).mul_(d.scale)
+
+    def factors(self, dy: Tensor, x: Tensor, detours: Sequence[Detour]) -> list[Tensor]:
+        """Float32 gradients of `leaves`, after `back` or `back_low`."""
         gradients: list[Tensor] = []
         for d in detours:
-            assert x is not None
             assert d.low is not None
+            assert d.d_low is not None
+            da = torch.mm(d.d_low.t(), x[d.rows]).float()
             rows = dy[d.rows]
-            parts = [torch.mm(rows[:, share.columns], share.up.t()) for share in d.shares]
-            d_low = (torch.cat(parts, dim=1) if len(parts) > 1 else parts[0]).mul_(d.scale)
-            da = torch.mm(d_low.t(), x[d.rows]).float()
-            for share in d.shares:
+            for share in d.cast.shares:
                 gradients.append(da[share.low])
                 gradients.append(torch.mm(d.low[:, share.low].t(), rows[:, share.columns]).t().float())
-            if dx is not None:
-                dx[d.rows].addmm_(d_low, d.a)
-        return dx, gradients
+        return gradients
 
-    def _pairs(self, s: Segment) -> Iterator[tuple[slice, Tensor, Tensor]]:
-        """Columns, A and B of the projections that a segment's adapter has."""
-        if s.adapter is not None:
-            for name, columns in zip(self.names, self.columns, strict=True):
-                if name in s.adapter.a:
-                    yield columns, s.adapter.a[name], s.adapter.b[name]
+    def _pairs(self, adapter: Adapter) -> Iterator[tuple[slice, Tensor, Tensor]]:
+        """Columns, A and B of the projections that an adapter has."""
+        for name, columns in zip(self.names, self.columns, strict=True):
+            if name in adapter.a:
+                yield columns, adapter.a[name], adapter.b[name]
 
 
 def transposed(weight: Tensor, dtype: torch.dtype) -> Tensor:

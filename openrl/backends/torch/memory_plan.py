@@ -13,8 +13,9 @@ from typing import Any
 
 # Of free memory that a pass may take: on a CPU others live there too, and on a GPU the KV cache does.
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
-# On a CPU a micro-batch gains nothing from more than some hundred tokens, so its tokens take no more than this, or than
-# the weights take where these are large.
+# On a CPU products are fastest with some hundred rows: beyond, operands leave its cache. So the tokens of a micro-batch
+# are no more than these, and take no more than this many bytes, or than the weights take where these are large.
+_CPU_TOKENS = 768
 _CPU_BYTES = 300 << 20
 # Below so many tokens products become slow and fixed costs count: rather compute layers again than cut smaller.
 _FEWEST_TOKENS = 512
@@ -75,8 +76,8 @@ class Sizes:
     def passing(self) -> int:
         """Bytes of a token that some layer, or the last norm, needs while it is computed, there or back."""
         width = self.heads * self.head_dim
-        values = 7 * self.hidden + 2 * self.inner + 2 * self.qkv + 4 * width
-        floats = 2 * self.qkv
+        values = 7 * self.hidden + 2 * self.inner + 2 * self.qkv + 5 * width
+        floats = 2 * self.kv_heads * self.head_dim
         return values * self.bytes_per_value + 4 * floats
 
     @property
@@ -99,11 +100,15 @@ class Sizes:
 
 @dataclass(frozen=True, slots=True)
 class MemoryPlan:
-    """What a pass may hold: `budget` bytes for the tokens of a micro-batch, beside `fixed` ones."""
+    """What a pass may hold: `budget` bytes for the tokens of a micro-batch, beside `fixed` ones.
+
+    More than `most` tokens gain nothing.
+    """
 
     sizes: Sizes
     budget: int
     fixed: int
+    most: int
 
     @property
     def token(self) -> int:
@@ -117,7 +122,7 @@ class MemoryPlan:
 
     def limit(self, max_tokens: int) -> int:
         """Tokens that a micro-batch of several datums should hold at most."""
-        return max(1, min(max_tokens, max(self.fitting, _FEWEST_TOKENS)))
+        return max(1, min(max_tokens, self.most, max(self.fitting, _FEWEST_TOKENS)))
 
     def recomputed(self, tokens: int) -> int:
         """How many layers a micro-batch has to compute again to fit; all of them where even that may not be enough."""
@@ -139,4 +144,6 @@ def plan(sizes: Sizes, available: int, weights: int, adapters: int, *, gpu: bool
     """For a model of `weights` bytes and adapters of `adapters` values where `available` bytes are free."""
     fixed = sizes.buffers + sizes.of_adapters(adapters)
     budget = max(0, int(available * (_GPU_SHARE if gpu else _CPU_SHARE)) - fixed)
-    return MemoryPlan(sizes, budget if gpu else min(budget, max(_CPU_BYTES, weights)), fixed)
+    if gpu:
+        return MemoryPlan(sizes, budget, fixed, most=budget)
+    return MemoryPlan(sizes, min(budget, max(_CPU_BYTES, weights)), fixed, _CPU_TOKENS)

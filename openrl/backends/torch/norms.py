@@ -40,27 +40,33 @@ class Norm:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True, dtype=torch.float32)
         return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
 
-    def apply(self, x: Tensor, scale: Tensor, out: Tensor) -> Tensor:
+    def apply(self, x: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
         """y into `out`, which has x's shape and dtype."""
-        if not self.late:
-            torch.mul(x, scale, out=out)
-            return out.mul_(self.weight)
         for part in _parts(x):
-            out[part] = (x[part] * scale[part]).mul_(self.gain)
-        return out
+            y = _floats("norm", x[part], scratch).mul_(scale[part])
+            if self.late:
+                y.mul_(self.gain)
+            out[part] = y
+        return out if self.late else out.mul_(self.weight)
 
     def back(
         self, dy: Tensor, x: Tensor, scale: Tensor, out: Tensor, scratch: Scratch, plus: Tensor | None = None
     ) -> Tensor:
         """dL/dx, `plus` another gradient, into `out`, which may be dy or `plus`."""
         for part in _parts(x):
-            shape = tuple(x[part].shape)
-            inner = torch.mul(dy[part], self.gain, out=scratch.take("norm inner", shape, torch.float32))
-            unit = torch.mul(x[part], scale[part], out=scratch.take("norm unit", shape, torch.float32))
+            inner = _floats("norm", dy[part], scratch).mul_(self.gain)
+            unit = _floats("norm unit", x[part], scratch).mul_(scale[part])
             along = torch.linalg.vecdot(inner, unit).unsqueeze(-1).div_(-x.shape[-1])
-            dx = inner.addcmul_(unit, along).mul_(scale[part])
-            out[part] = dx if plus is None else dx.add_(plus[part])
+            inner.addcmul_(unit, along).mul_(scale[part])
+            if plus is not None:
+                inner.add_(unit.copy_(plus[part]))
+            out[part] = inner
         return out
+
+
+def _floats(name: str, x: Tensor, scratch: Scratch) -> Tensor:
+    """A float32 copy of x: an operation on two dtypes would make one too, in memory of its own."""
+    return scratch.take(name, tuple(x.shape), torch.float32).copy_(x)
 
 
 def _parts(x: Tensor) -> Iterator[slice]:

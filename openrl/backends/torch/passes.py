@@ -20,6 +20,7 @@ from torch import Tensor
 from openrl.backends.base import TrainItem
 from openrl.backends.torch.batches import cut, halves
 from openrl.backends.torch.head import Head, Judge, Span
+from openrl.backends.torch.joint import Casts
 from openrl.backends.torch.lora import Adapter
 from openrl.backends.torch.memory import free_memory, is_out_of_memory
 from openrl.backends.torch.memory_plan import MemoryPlan, Sizes, plan
@@ -134,14 +135,14 @@ class PassRunner:
         for work in works:
             if not work.item.payload.data:
                 work.error = BadRequest("data is empty; a request needs at least one datum.")
-        memory = self._memory(works)
+        memory, casts = self._memory(works), Casts(self._model.dtype)
         queue = deque(self._batches(works, memory.limit(self._max_batch_tokens)))
         try:
             while queue:
                 batch = queue.popleft()
                 batch.rows = [row for row in batch.rows if row.work.error is None]
                 if batch.rows:
-                    queue.extendleft(reversed(self._attempt(batch, memory)))
+                    queue.extendleft(reversed(self._attempt(batch, memory, casts)))
                     yield _report(works)
         finally:
             self._backbone.clear()
@@ -165,13 +166,13 @@ class PassRunner:
             batches += cut(rows, lambda row: row.tokens, max_tokens)
         return [MicroBatch(rows) for rows in batches]
 
-    def _attempt(self, batch: MicroBatch, memory: MemoryPlan) -> list[MicroBatch]:
+    def _attempt(self, batch: MicroBatch, memory: MemoryPlan, casts: Casts) -> list[MicroBatch]:
         """Do a micro-batch; returns what is still to do, if memory ran out: the same in two halves, sparingly.
 
         Where even one datum is too much, its request fails.
         """
         try:
-            self._do(batch.rows, self._sizes.layers if batch.sparing else memory.recomputed(batch.tokens))
+            self._do(batch.rows, casts, self._sizes.layers if batch.sparing else memory.recomputed(batch.tokens))
             return []
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
@@ -188,7 +189,7 @@ class PassRunner:
         row.work.error = OutOfMemory(f"the device ran out of memory on data[{row.index}] ({row.tokens} tokens).")
         return []
 
-    def _do(self, rows: list[Row], recomputed: int) -> None:
+    def _do(self, rows: list[Row], casts: Casts, recomputed: int) -> None:
         """Forward, losses and backward, with so many layers computed again on the way back.
 
         Results are recorded once all of it has worked, so that it can be repeated.
@@ -205,20 +206,20 @@ class PassRunner:
                 return None
             return loss.grad.reshape(logprobs.shape)
 
-        gradients = self._differentiate(rows, judge, recomputed, backward=backward)
+        gradients = self._differentiate(rows, judge, casts, recomputed, backward=backward)
         for index, row in enumerate(rows):
             row.work.record(row.index, *results[index])
         for work in {id(row.work): row.work for row in rows}.values():
             work.add(gradients.get(id(work.trainable.adapter), {}))
 
     def _differentiate(
-        self, rows: list[Row], judge: Judge, recomputed: int, *, backward: bool
+        self, rows: list[Row], judge: Judge, casts: Casts, recomputed: int, *, backward: bool
     ) -> dict[int, dict[str, Tensor]]:
         """Gradients of the micro-batch by adapter `id` and parameter name, after asking `judge` for each datum's."""
         sequences = [_ids(row.datum.tokens, self._model.device) for row in rows]
         adapters = [row.adapter for row in rows]
         with torch.set_grad_enabled(backward):
-            hidden = self._backbone.run(sequences, adapters, recomputed=recomputed)
+            hidden = self._backbone.run(sequences, adapters, casts, recomputed=recomputed)
         spans = [Span(row.adapter, _columns(row.datum.inputs["target_tokens"])) for row in rows]
         with torch.no_grad():
             head = self._head.run(hidden.detach(), spans, judge, backward=backward)

@@ -29,10 +29,10 @@ class Rope:
         there, back = torch.cat([-low, high], dim=-1), torch.cat([high, -low], dim=-1)
         return cls(cos, there, back, torch.tensor([1, 0], device=cos.device))
 
-    def turn(self, x: Tensor, scratch: Scratch, *, back: bool = False) -> Tensor:
+    def turn(self, x: Tensor, positions: slice, scratch: Scratch, *, back: bool = False) -> Tensor:
         """x [sequences, positions, heads, head_dim], contiguous float32, rotated in place; or the gradient of that."""
         swapped = scratch.take("rope", tuple(x.shape), torch.float32)
         halves = (-1, 2, x.shape[-1] // 2)
         torch.index_select(x.view(halves), 1, self.swap, out=swapped.view(halves))
-        length = x.shape[1]
-        return x.mul_(self.cos[:length]).addcmul_(swapped, (self.sin_back if back else self.sin)[:length])
+        sin = self.sin_back if back else self.sin
+        return x.mul_(self.cos[positions]).addcmul_(swapped, sin[positions])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
@@ -13,6 +13,8 @@ from openrl.backends.torch.norms import Norm
 from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
 from openrl.backends.torch.train_cores import Core, Heads
+
+_CELLS = 512
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,47 +61,60 @@ class CausalAttention:
         return qkv
 
     def _heads(self, qkv: Tensor, grid: Grid, rope: Rope) -> Heads:
-        d, kv, n = self.head_dim, self.kv_heads, grid.sequences * self.kv_heads
-        shape = (grid.sequences, grid.length, self.heads + kv, d)
-        turned = self.scratch.take("turned", shape, torch.float32)
-        turned.copy_(self._normed(qkv[:, : shape[2] * d].view(shape)))
-        rope.turn(turned, self.scratch)
-        q, k = turned.split([self.heads, kv], dim=2)
-        v = qkv[:, shape[2] * d :].view(grid.sequences, grid.length, kv, d)
-        return Heads(
-            self._by_head("q", q.unflatten(2, (kv, self.group)), qkv.dtype).view(n, -1, d),
-            self._by_head("k", k, qkv.dtype).view(n, -1, d),
-            self._by_head("v", v, qkv.dtype).view(n, -1, d),
-        )
-
-    def _by_head(self, name: str, x: Tensor, dtype: torch.dtype) -> Tensor:
-        """A contiguous copy of x [sequences, positions, key heads, ...] with positions and key heads in turn."""
-        swapped = x.transpose(1, 2)
-        return self.scratch.take(name, tuple(swapped.shape), dtype).copy_(swapped)
+        """Of a grid's projections [cells, width]."""
+        qk, v = self._split(qkv, grid)
+        qk = self._normed(qk.flatten(0, 1)).view(qk.shape)
+        rows, length, kv, d = grid.sequences, grid.length, self.kv_heads, self.head_dim
+        take = self.scratch.take
+        q = take("q", (rows, kv, length, self.group, d), qkv.dtype)
+        k, values = (take(name, (rows, kv, length, d), qkv.dtype) for name in ("k", "v"))
+        for sequences, positions in _parts(grid):
+            turned = self._floats(qk[sequences, positions])
+            rope.turn(turned, positions, self.scratch)
+            of_q, of_k = turned.split([self.heads, kv], dim=2)
+            q[sequences, :, positions] = of_q.unflatten(2, (kv, self.group)).transpose(1, 2)
+            k[sequences, :, positions] = of_k.transpose(1, 2)
+        values.copy_(v.transpose(1, 2))
+        return Heads(*(t.view(rows * kv, -1, d) for t in (q, k, values)))
 
     def _projections_back(self, d: Heads, raw: Tensor, grid: Grid, rope: Rope) -> Tensor:
         """Gradient of a grid's projections [cells, width] from that of its heads."""
-        dim, kv, grid_shape = self.head_dim, self.kv_heads, (grid.sequences, self.kv_heads, grid.length)
-        shape = (grid.sequences, grid.length, self.heads + kv, dim)
-        turned = self.scratch.take("turned", shape, torch.float32)
-        dq, dk = turned.split([self.heads, kv], dim=2)
-        dq.unflatten(2, (kv, self.group)).copy_(d.q.view(*grid_shape, self.group, dim).transpose(1, 2))
-        dk.copy_(d.k.view(*grid_shape, dim).transpose(1, 2))
         out = self.scratch.take("d qkv", (len(raw), self.width), raw.dtype)
-        d_qk, d_v = out.split([shape[2] * dim, kv * dim], dim=1)
-        d_qk.view(shape).copy_(rope.turn(turned, self.scratch, back=True))
-        d_v.view(grid.sequences, grid.length, kv, dim).copy_(d.v.view(*grid_shape, dim).transpose(1, 2))
-        self._norms_back(d_qk.view(shape), raw[:, : shape[2] * dim].view(shape))
+        (d_qk, d_v), (qk, _) = self._split(out, grid), self._split(raw, grid)
+        by_head = (grid.sequences, self.kv_heads, grid.length, self.head_dim)
+        of_q = d.q.view(*by_head[:3], self.group, self.head_dim)
+        of_k, of_v = d.k.view(by_head), d.v.view(by_head)
+        for sequences, positions in _parts(grid):
+            part = d_qk[sequences, positions]
+            turned = self._floats(part, fill=False)
+            dq, dk = turned.split([self.heads, self.kv_heads], dim=2)
+            dq.unflatten(2, (self.kv_heads, self.group)).copy_(of_q[sequences, :, positions].transpose(1, 2))
+            dk.copy_(of_k[sequences, :, positions].transpose(1, 2))
+            part.copy_(rope.turn(turned, positions, self.scratch, back=True))
+        d_v.copy_(of_v.transpose(1, 2))
+        self._norms_back(d_qk.flatten(0, 1), qk.flatten(0, 1))
         return out
 
+    def _split(self, qkv: Tensor, grid: Grid) -> tuple[Tensor, Tensor]:
+        """Views [sequences, positions, heads, d] of queries with keys, and of values."""
+        d, kv = self.head_dim, self.kv_heads
+        shape = (grid.sequences, grid.length, -1, d)
+        qk, v = qkv.split([(self.heads + kv) * d, kv * d], dim=1)
+        return qk.view(shape), v.view(shape)
+
+    def _floats(self, x: Tensor, *, fill: bool = True) -> Tensor:
+        """A contiguous float32 tensor like x, in scratch memory."""
+        turned = self.scratch.take("turned", tuple(x.shape), torch.float32)
+        return turned.copy_(x) if fill else turned
+
     def _normed(self, qk: Tensor) -> Tensor:
-        """Queries and keys [sequences, positions, heads, d] after their norms, if there are some."""
+        """Queries and keys [cells, heads, d] after their norms, if there are some."""
         if self.q_norm is None or self.k_norm is None:
             return qk
         out = self.scratch.take("normed heads", tuple(qk.shape), qk.dtype)
         for norm, heads in self._norms(self.q_norm, self.k_norm):
-            x = qk[:, :, heads]
-            norm.apply(x, norm.scale(x), out[:, :, heads])
+            x = qk[:, heads]
+            norm.apply(x, norm.scale(x), out[:, heads], self.scratch)
         return out
 
     def _norms_back(self, d_qk: Tensor, qk: Tensor) -> None:
@@ -107,7 +122,7 @@ class CausalAttention:
         if self.q_norm is None or self.k_norm is None:
             return
         for norm, heads in self._norms(self.q_norm, self.k_norm):
-            dy, x = d_qk[:, :, heads], qk[:, :, heads]
+            dy, x = d_qk[:, heads], qk[:, heads]
             norm.back(dy, x, norm.scale(x), dy, self.scratch)
 
     def _norms(self, q_norm: Norm, k_norm: Norm) -> tuple[tuple[Norm, slice], tuple[Norm, slice]]:
@@ -119,3 +134,11 @@ class CausalAttention:
     def _to_tokens(self, heads: Tensor, grid: Grid) -> Tensor:
         """Heads [N, length * group, d] as a view [sequences, length, key heads, group, d]."""
         return heads.view(grid.sequences, self.kv_heads, grid.length, self.group, self.head_dim).transpose(1, 2)
+
+
+def _parts(grid: Grid) -> Iterator[tuple[slice, slice]]:
+    """Sequences and positions of a grid, so many cells at a time that float32 copies stay in a CPU's cache."""
+    sequences, positions = max(1, _CELLS // grid.length), min(grid.length, _CELLS)
+    for first in range(0, grid.sequences, sequences):
+        for start in range(0, grid.length, positions):
+            yield slice(first, first + sequences), slice(start, min(start + positions, grid.length))

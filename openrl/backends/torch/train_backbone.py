@@ -14,7 +14,7 @@ from torch import Tensor
 
 from openrl.backends.torch.activations import Activation
 from openrl.backends.torch.grids import arrange
-from openrl.backends.torch.joint import Joint
+from openrl.backends.torch.joint import Casts, Joint
 from openrl.backends.torch.lora import Adapter, LoraLinear, segments_of
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.norms import Norm
@@ -44,15 +44,18 @@ class TrainBackbone:
             module.forward = self._layer(layer, module.forward)
         modules.norm.forward = self._norm(Norm.of(modules.norm), modules.norm.forward)
 
-    def run(self, sequences: Sequence[Tensor], adapters: Sequence[Adapter], *, recomputed: int = 0) -> Tensor:
+    def run(
+        self, sequences: Sequence[Tensor], adapters: Sequence[Adapter], casts: Casts, *, recomputed: int = 0
+    ) -> Tensor:
         """Last hidden states [tokens, H] of int64 token sequences, each with its adapter (neighbours, if the same).
 
-        The first `recomputed` layers keep only their input for the way back.
+        `casts` are those of the adapters as they are now. The first `recomputed` layers keep only their input for the
+        way back.
         """
         lengths = [len(tokens) for tokens in sequences]
         rows = [adapter for adapter, length in zip(adapters, lengths, strict=True) for _ in range(length)]
         grids = arrange(lengths, self._model.device)
-        self._batch = Batch(segments_of(rows), grids, torch.is_grad_enabled(), recomputed)
+        self._batch = Batch(segments_of(rows), casts, grids, torch.is_grad_enabled(), recomputed)
         positions = torch.arange(max(lengths), device=self._model.device)[None]
         try:
             ids = torch.cat(list(sequences))[None]

@@ -19,8 +19,8 @@ from torch.nn import functional
 from openrl.backends.torch.memory_plan import SCORE_CELLS
 from openrl.backends.torch.scratch import Scratch
 
-_QUERIES = 64  # positions a block: smaller ones waste less above the diagonal, larger ones make better products
-_TOKENS = 512  # that short sequences are taken together up to
+_QUERIES = 128  # positions a block: smaller ones waste less above the diagonal, larger ones make better products
+_TOKENS = 1024  # that short sequences are taken together up to
 _LENGTHS = 8  # different numbers of keys that the blocks of a sequence have: each is a kernel of its own to make
 _MaskKey = tuple[int, int, int, torch.dtype]
 _SOFTMAX_BACK = torch.ops.aten._softmax_backward_data.out

@@ -16,14 +16,14 @@ from torch import Tensor
 
 from openrl.backends.torch.activations import Activation
 from openrl.backends.torch.grids import Grid
-from openrl.backends.torch.joint import Detour, Joint
+from openrl.backends.torch.joint import Casts, Detour, Joint
 from openrl.backends.torch.lora import Segment
 from openrl.backends.torch.norms import Norm
 from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
 from openrl.backends.torch.train_attention import CausalAttention
 
-_ROWS = 256  # taken at once where several operations follow one another: these stay in a CPU's cache
+_ROWS = 512  # taken at once where several operations follow one another: these stay in a CPU's cache
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +34,7 @@ class Batch:
     """
 
     segments: tuple[Segment, ...]
+    casts: Casts
     grids: list[Grid]
     keep: bool
     recomputed: int = 0
@@ -97,19 +98,21 @@ class TrainLayer:
         With `keep` that is this layer's own until it runs again; else only until some layer does.
         """
         joints = (self.qkv, self.out, self.gate_up, self.down)
-        detours = _Detours(*(joint.detours(batch.segments, x.dtype) for joint in joints))
+        detours = _Detours(*(joint.detours(batch.segments, batch.casts) for joint in joints))
         slot = str(self.index) if keep else "again"
         x_scale = self.attention_norm.scale(x)
         normed = self._normed(self.attention_norm, x, x_scale)
-        qkv = self.qkv.run(normed, detours.qkv, self._take(f"qkv {slot}", x, self.qkv.outputs))
+        qkv = self.qkv.run(normed, detours.qkv, self.scratch, self._take(f"qkv {slot}", x, self.qkv.outputs))
         heads = self._take(f"heads {slot}", x, self.attention.outputs)
         self.attention.run(qkv, batch.grids, rope, heads)
-        attended = self.out.run(heads, detours.out, self._take(f"attended {slot}", x))
+        attended = self.out.run(heads, detours.out, self.scratch, self._take(f"attended {slot}", x))
         h, attended = self._add(x, attended, self.after_attention, f"h {slot}")
         h_scale = self.mlp_norm.scale(h)
         normed = self._normed(self.mlp_norm, h, h_scale)
-        gate_up = self.gate_up.run(normed, detours.gate_up, self._take(f"gate up {slot}", x, self.gate_up.outputs))
-        mlp_out = self.down.run(self._activated(gate_up), detours.down, self._take(f"mlp {slot}", x))
+        gate_up = self.gate_up.run(
+            normed, detours.gate_up, self.scratch, self._take(f"gate up {slot}", x, self.gate_up.outputs)
+        )
+        mlp_out = self.down.run(self._activated(gate_up), detours.down, self.scratch, self._take(f"mlp {slot}", x))
         y, mlp_out = self._add(h, mlp_out, self.after_mlp, f"y {slot}")
         return y, _Kept(detours, x, x_scale, qkv, heads, attended, h, h_scale, gate_up, mlp_out)
 
@@ -117,51 +120,54 @@ class TrainLayer:
         self, dy: Tensor, kept: _Kept, batch: Batch, rope: Rope, *, inputs: bool
     ) -> tuple[Tensor | None, list[Tensor]]:
         """dL/dx, if `inputs`, and the gradients of `leaves`. What was kept is overwritten."""
-        d_h, mlp = self._mlp_back(dy, kept)
+        d_h, of_mlp = self._mlp_back(dy, kept)
         d_attended = self._norm_back(d_h, kept.attended, self.after_attention, "d attended out")
-        d_heads, of_out = self.out.back(
-            d_attended, kept.heads, kept.detours.out, inputs=True, out=self._take("d heads", kept.heads)
-        )
-        assert d_heads is not None
+        d_heads = self.out.back(d_attended, kept.detours.out, self._take("d heads", kept.heads))
+        of_out = self.out.factors(d_attended, kept.heads, kept.detours.out)
         d_qkv = self.attention.back(d_heads, kept.qkv, batch.grids, rope)
-        normed = self._normed(self.attention_norm, kept.x, kept.x_scale) if kept.detours.qkv else None
-        d_normed, of_qkv = self.qkv.back(
-            d_qkv, normed, kept.detours.qkv, inputs=inputs, out=self._take("d normed", kept.x)
-        )
-        gradients = [*of_qkv, *of_out, *mlp]
-        if d_normed is None:
-            return None, gradients
-        self.attention_norm.back(d_normed, kept.x, kept.x_scale, d_h, self.scratch, plus=d_h)
-        return d_h, gradients
+        d_normed = None
+        if inputs:
+            d_normed = self.qkv.back(d_qkv, kept.detours.qkv, self._take("d normed", kept.x))
+        else:
+            self.qkv.back_low(d_qkv, kept.detours.qkv)
+        of_qkv = self._factors(self.qkv, d_qkv, kept.detours.qkv, self.attention_norm, kept.x, kept.x_scale)
+        if d_normed is not None:
+            self.attention_norm.back(d_normed, kept.x, kept.x_scale, d_h, self.scratch, plus=d_h)
+        return d_h if inputs else None, [*of_qkv, *of_out, *of_mlp]
 
     def _mlp_back(self, dy: Tensor, kept: _Kept) -> tuple[Tensor, list[Tensor]]:
         """dL/dh and the gradients of the MLP's factors."""
         d_out = self._norm_back(dy, kept.mlp_out, self.after_mlp, "d mlp out")
         gate, up = kept.gate_up.chunk(2, dim=1)
-        product = self._activated(kept.gate_up) if kept.detours.down else None
-        d_product, of_down = self.down.back(
-            d_out, product, kept.detours.down, inputs=True, out=self._take("d activated", dy, gate.shape[1])
+        d_product = self.down.back(d_out, kept.detours.down, self._take("d activated", dy, gate.shape[1]))
+        product = self._activation_back(d_product, gate, up)
+        of_down = self.down.factors(d_out, product, kept.detours.down)
+        d_normed = self.gate_up.back(kept.gate_up, kept.detours.gate_up, self._take("d normed", kept.h))
+        of_gate_up = self._factors(
+            self.gate_up, kept.gate_up, kept.detours.gate_up, self.mlp_norm, kept.h, kept.h_scale
         )
-        assert d_product is not None
-        self._activation_back(d_product, gate, up)
-        normed = self._normed(self.mlp_norm, kept.h, kept.h_scale) if kept.detours.gate_up else None
-        d_normed, of_gate_up = self.gate_up.back(
-            kept.gate_up, normed, kept.detours.gate_up, inputs=True, out=self._take("d normed", kept.h)
-        )
-        assert d_normed is not None
         d_h = torch.empty_like(dy)
         self.mlp_norm.back(d_normed, kept.h, kept.h_scale, d_h, self.scratch, plus=dy)
         return d_h, [*of_gate_up, *of_down]
 
-    def _activation_back(self, d_product: Tensor, gate: Tensor, up: Tensor) -> None:
-        """From the gradient of activation(gate) * up to those of gate and up, in their place."""
+    def _factors(
+        self, joint: Joint, dy: Tensor, detours: Sequence[Detour], norm: Norm, x: Tensor, scale: Tensor
+    ) -> list[Tensor]:
+        """Gradients of the factors of a product whose input, a norm's output, was not kept."""
+        return joint.factors(dy, self._normed(norm, x, scale), detours) if detours else []
+
+    def _activation_back(self, d_product: Tensor, gate: Tensor, up: Tensor) -> Tensor:
+        """From the gradient of activation(gate) * up to those of gate and up, in their place; returns that product."""
+        product = self._take("activated", gate)
         for start in range(0, len(gate), _ROWS):
             part = slice(start, start + _ROWS)
             d, g, u = d_product[part], gate[part], up[part]
             passed = self.activation.run(g, self._take("passed", g))
+            torch.mul(passed, u, out=product[part])
             d_passed = torch.mul(d, u, out=self._take("d passed", g))
             torch.mul(d, passed, out=u)
             self.activation.back(d_passed, g, out=g)
+        return product
 
     def _activated(self, gate_up: Tensor) -> Tensor:
         gate, up = gate_up.chunk(2, dim=1)
@@ -171,11 +177,11 @@ class TrainLayer:
         """x plus a branch's output, and that output if a norm stands between: its way back needs it."""
         if norm is None:
             return branch.add_(x), None
-        out = norm.apply(branch, norm.scale(branch), self._take(name, branch))
+        out = norm.apply(branch, norm.scale(branch), self._take(name, branch), self.scratch)
         return out.add_(x), branch
 
     def _normed(self, norm: Norm, x: Tensor, scale: Tensor) -> Tensor:
-        return norm.apply(x, scale, self._take("normed", x))
+        return norm.apply(x, scale, self._take("normed", x), self.scratch)
 
     def _norm_back(self, dy: Tensor, x: Tensor | None, norm: Norm | None, name: str) -> Tensor:
         if norm is None or x is None:
@@ -217,7 +223,7 @@ class RunNorm(torch.autograd.Function):
         scale = norm.scale(x)
         ctx.save_for_backward(x, scale)
         ctx.norm, ctx.scratch = norm, scratch
-        return norm.apply(x, scale, torch.empty_like(x))
+        return norm.apply(x, scale, torch.empty_like(x), scratch)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
