@@ -12,6 +12,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from openrl.backends.torch.joint import Casts
 from openrl.backends.torch.lora import Adapter
 from openrl.backends.torch.train import Trainer
 from openrl.backends.torch.train_backbone import TrainBackbone
@@ -33,13 +34,15 @@ class Cramped:
         self.seen: list[int] = []
         self.sparing: list[bool] = []
 
-    def run(self, sequences: Sequence[Tensor], adapters: Sequence[Adapter], *, recomputed: int = 0) -> Tensor:
+    def run(
+        self, sequences: Sequence[Tensor], adapters: Sequence[Adapter], casts: Casts, *, recomputed: int = 0
+    ) -> Tensor:
         self.seen.append(len(sequences))
         self.sparing.append(recomputed > 0)
         too_large = sum(map(len, sequences)) * (self.kept if recomputed else 1.0) > self.room
         if too_large and not self.on_the_way_back:
             raise torch.OutOfMemoryError("no room")
-        hidden = self.inner.run(sequences, adapters, recomputed=recomputed)
+        hidden = self.inner.run(sequences, adapters, casts, recomputed=recomputed)
         if too_large and hidden.requires_grad:
             hidden.register_hook(_refuse)
         return hidden
