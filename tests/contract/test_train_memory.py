@@ -69,16 +69,20 @@ def test_recomputed_layers_give_the_same_gradients(
     monkeypatch: pytest.MonkeyPatch,
     seen: list[tuple[int, int]],
 ) -> None:
-    """Of none, some or all layers: nothing but memory changes, to the last bit."""
+    """Of none, some or all layers: the same to the last bit in float32; in bf16 nearer than float32's gradients are."""
     held = trainer(model_folder(family), dtype)
     create(held, tmp_path)
     payload = ce(50, 21, 70)
     plain = gradients(held, payload)
+    exact = trainer(model_folder(family), torch.float32)
+    create(exact, tmp_path)
+    rounding = distance(plain[1], gradients(exact, payload)[1])
+    seen.pop()
     layer = held._passes._sizes.kept * 141
     for free in (2 * layer, layer, 0):
         shrink(monkeypatch, held, free)
         output, found = gradients(held, payload)
-        assert same(found, plain[1])
+        assert same(found, plain[1]) if dtype is torch.float32 else distance(found, plain[1]) < rounding
         assert output.metrics == plain[0].metrics
     assert [tokens for tokens, _ in seen] == [141] * 4
     assert seen[0][1] == 0

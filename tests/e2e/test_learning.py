@@ -15,9 +15,9 @@ pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 CITIES = ["Paris", "Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Bern", "Quito", "Kyiv", "Seoul", "Accra"]
 HELD_OUT = ["Vienna", "Dublin", "Riga", "Hanoi"]
 
-# In bf16 the trainer's forward is 1.8e-3 away from float32 after a step and the sampler's 1.2e-3; in float32 the two
-# agree to 1e-11 (the contract tests' part). S14 calls 1e-3 acceptable and 1e-2 a bug.
-BF16_NOISE = 5e-3
+# In bf16 the trainer's forward is 3e-4 away from float32 after a step and the sampler's 9e-4; in float32 the two agree
+# to 1e-10 (the contract tests' part). S14 calls 1e-3 acceptable and 1e-2 a bug.
+BF16_NOISE = 1e-3
 
 
 def question(city: str) -> str:

@@ -34,7 +34,7 @@ def test_backlogged_sessions_get_tokens_by_weight(sessions: list[tuple[list[int]
         served[session] += tokens
     levels = [served[name] / weight for name, (_, weight) in zip(names, sessions, strict=True)]
     largest = max(max(sizes) / weight for sizes, weight in sessions)
-    assert max(levels) - min(levels) <= largest
+    assert max(levels) - min(levels) <= largest * (1 + 1e-9)  # sums of tokens over weight are floats
 
 
 def test_idle_time_gives_no_credit() -> None:

@@ -77,7 +77,7 @@ class Sizes:
         """Bytes of a token that some layer, or the last norm, needs while it is computed, there or back."""
         width = self.heads * self.head_dim
         values = 7 * self.hidden + 2 * self.inner + 2 * self.qkv + 5 * width
-        floats = 2 * self.kv_heads * self.head_dim
+        floats = self.hidden + 2 * self.kv_heads * self.head_dim
         return values * self.bytes_per_value + 4 * floats
 
     @property

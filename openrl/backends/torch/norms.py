@@ -1,4 +1,4 @@
-"""RMS norms with a way back of their own: few passes over memory, and the rounding of transformers' modules."""
+"""RMS norms with a way back of their own: few passes over memory, and one rounding."""
 
 from __future__ import annotations
 
@@ -16,24 +16,18 @@ _CELLS = 1 << 18
 
 @dataclass(frozen=True, slots=True)
 class Norm:
-    """y = x / rms(x) * gain over the last dimension.
+    """y = x / rms(x) * gain over the last dimension, computed in float32 and rounded once; `gain` [H] is float32."""
 
-    `weight` [H] is in the compute dtype, for families that round before they multiply by it. `gain` [H] is float32;
-    `late` families (Gemma) multiply by it first and round once.
-    """
-
-    weight: Tensor
     gain: Tensor
     eps: float
-    late: bool
 
     @classmethod
     def of(cls, module: Any) -> Norm:
-        """From a family's own module."""
-        late = "Gemma" in type(module).__name__
-        weight: Tensor = module.weight.detach()
-        eps: float = module.eps if late else module.variance_epsilon
-        return cls(weight, weight.float() + 1 if late else weight.float(), eps, late)
+        """From a family's own module; Gemma's gain is 1 + weight."""
+        weight: Tensor = module.weight.detach().float()
+        if "Gemma" in type(module).__name__:
+            return cls(weight + 1, module.eps)
+        return cls(weight, module.variance_epsilon)
 
     def scale(self, x: Tensor) -> Tensor:
         """1 / rms(x), float32 [..., 1]: all that the way back needs besides x."""
@@ -41,13 +35,10 @@ class Norm:
         return norm.square_().div_(x.shape[-1]).add_(self.eps).rsqrt_()
 
     def apply(self, x: Tensor, scale: Tensor, out: Tensor, scratch: Scratch) -> Tensor:
-        """y into `out`, which has x's shape and dtype."""
+        """y into `out`, which has x's shape."""
         for part in _parts(x):
-            y = _floats("norm", x[part], scratch).mul_(scale[part])
-            if self.late:
-                y.mul_(self.gain)
-            out[part] = y
-        return out if self.late else out.mul_(self.weight)
+            out[part] = _floats("norm", x[part], scratch).mul_(scale[part]).mul_(self.gain)
+        return out
 
     def back(
         self, dy: Tensor, x: Tensor, scale: Tensor, out: Tensor, scratch: Scratch, plus: Tensor | None = None

@@ -22,7 +22,7 @@ from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
 from openrl.backends.torch.train_attention import CausalAttention
 from openrl.backends.torch.train_cores import BlockCore, Core, FusedCore
-from openrl.backends.torch.train_layers import Batch, RunLayer, RunNorm, TrainLayer
+from openrl.backends.torch.train_layers import Batch, RunLayer, RunNorm, TrainLayer, widened
 
 Forward = Callable[..., Tensor]
 
@@ -34,6 +34,7 @@ class TrainBackbone:
         self._model = model
         self._scratch = Scratch(model.device)
         self._batch: Batch | None = None
+        self._stream = torch.empty(0)
         self._ropes: dict[int, tuple[Tensor, Rope]] = {}
         modules: Any = model.backbone
         kinds: Sequence[str] | None = getattr(model.config, "layer_types", None)
@@ -78,7 +79,10 @@ class TrainBackbone:
                 return plain(hidden_states, *args, **kwargs)
             cos, sin = kwargs["position_embeddings"]
             rope = self._rope(cos, sin, batch.grids[0].length)
-            y: Any = RunLayer.apply(hidden_states[0], layer, batch, rope, *layer.leaves(batch.segments))
+            x = hidden_states[0]
+            if layer.index == 0:
+                self._stream = widened(x, self._scratch)
+            y: Any = RunLayer.apply(x, self._stream, layer, batch, rope, *layer.leaves(batch.segments))
             return y[None]
 
         return forward
@@ -87,7 +91,7 @@ class TrainBackbone:
         def forward(hidden_states: Tensor) -> Tensor:
             if self._batch is None:
                 return plain(hidden_states)
-            y: Any = RunNorm.apply(hidden_states[0], norm, self._scratch)
+            y: Any = RunNorm.apply(hidden_states[0], self._stream, norm, self._scratch)
             return y[None]
 
         return forward

@@ -3,6 +3,9 @@
 What is kept of a layer for the way back is little, and what is cheap to compute again is not kept; of a layer that is
 to save more memory nothing but its input is, and the whole of it computed again. Norms, activations and additions are
 taken in few passes over memory that comes again (`Scratch`), where autograd would ask for fresh memory for each.
+
+The residual stream is float32, one buffer that all layers add to, as the sampler has it: rounded to bf16 at every
+addition it would be the largest part of what training's logprobs are off. What is kept of it is in the compute dtype.
 """
 
 from __future__ import annotations
@@ -92,28 +95,29 @@ class TrainLayer:
         """The factors that `back` returns gradients for, in that order."""
         return [leaf for joint in (self.qkv, self.out, self.gate_up, self.down) for leaf in joint.leaves(segments)]
 
-    def run(self, x: Tensor, batch: Batch, rope: Rope, *, keep: bool) -> tuple[Tensor, _Kept]:
+    def run(self, x: Tensor, stream: Tensor, batch: Batch, rope: Rope, *, keep: bool) -> tuple[Tensor, _Kept]:
         """The layer's output [tokens, H] for x [tokens, H], and what the way back needs.
 
-        With `keep` that is this layer's own until it runs again; else only until some layer does.
+        `stream` is x in float32, and is the output in float32 afterwards. With `keep` what is needed is this layer's
+        own until it runs again; else only until some layer does.
         """
         joints = (self.qkv, self.out, self.gate_up, self.down)
         detours = _Detours(*(joint.detours(batch.segments, batch.casts) for joint in joints))
         slot = str(self.index) if keep else "again"
-        x_scale = self.attention_norm.scale(x)
-        normed = self._normed(self.attention_norm, x, x_scale)
+        x_scale = self.attention_norm.scale(stream)
+        normed = self._normed(self.attention_norm, stream, x_scale, x.dtype)
         qkv = self.qkv.run(normed, detours.qkv, self.scratch, self._take(f"qkv {slot}", x, self.qkv.outputs))
         heads = self._take(f"heads {slot}", x, self.attention.outputs)
         self.attention.run(qkv, batch.grids, rope, heads)
         attended = self.out.run(heads, detours.out, self.scratch, self._take(f"attended {slot}", x))
-        h, attended = self._add(x, attended, self.after_attention, f"h {slot}")
-        h_scale = self.mlp_norm.scale(h)
-        normed = self._normed(self.mlp_norm, h, h_scale)
+        h, attended = self._add(stream, attended, self.after_attention, f"h {slot}")
+        h_scale = self.mlp_norm.scale(stream)
+        normed = self._normed(self.mlp_norm, stream, h_scale, x.dtype)
         gate_up = self.gate_up.run(
             normed, detours.gate_up, self.scratch, self._take(f"gate up {slot}", x, self.gate_up.outputs)
         )
         mlp_out = self.down.run(self._activated(gate_up), detours.down, self.scratch, self._take(f"mlp {slot}", x))
-        y, mlp_out = self._add(h, mlp_out, self.after_mlp, f"y {slot}")
+        y, mlp_out = self._add(stream, mlp_out, self.after_mlp, f"y {slot}")
         return y, _Kept(detours, x, x_scale, qkv, heads, attended, h, h_scale, gate_up, mlp_out)
 
     def back(
@@ -154,7 +158,7 @@ class TrainLayer:
         self, joint: Joint, dy: Tensor, detours: Sequence[Detour], norm: Norm, x: Tensor, scale: Tensor
     ) -> list[Tensor]:
         """Gradients of the factors of a product whose input, a norm's output, was not kept."""
-        return joint.factors(dy, self._normed(norm, x, scale), detours) if detours else []
+        return joint.factors(dy, self._normed(norm, x, scale, x.dtype), detours) if detours else []
 
     def _activation_back(self, d_product: Tensor, gate: Tensor, up: Tensor) -> Tensor:
         """From the gradient of activation(gate) * up to those of gate and up, in their place; returns that product."""
@@ -173,15 +177,16 @@ class TrainLayer:
         gate, up = gate_up.chunk(2, dim=1)
         return self.activation.run(gate, self._take("activated", gate, gate.shape[1])).mul_(up)
 
-    def _add(self, x: Tensor, branch: Tensor, norm: Norm | None, name: str) -> tuple[Tensor, Tensor | None]:
-        """x plus a branch's output, and that output if a norm stands between: its way back needs it."""
+    def _add(self, stream: Tensor, branch: Tensor, norm: Norm | None, name: str) -> tuple[Tensor, Tensor | None]:
+        """Add a branch's output to the stream; returns the sum in the branch's dtype, and that output if a norm stands
+        between: its way back needs it."""
         if norm is None:
-            return branch.add_(x), None
+            return branch.copy_(stream.add_(branch)), None
         out = norm.apply(branch, norm.scale(branch), self._take(name, branch), self.scratch)
-        return out.add_(x), branch
+        return out.copy_(stream.add_(out)), branch
 
-    def _normed(self, norm: Norm, x: Tensor, scale: Tensor) -> Tensor:
-        return norm.apply(x, scale, self._take("normed", x), self.scratch)
+    def _normed(self, norm: Norm, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
+        return norm.apply(x, scale, self.scratch.take("normed", tuple(x.shape), dtype), self.scratch)
 
     def _norm_back(self, dy: Tensor, x: Tensor | None, norm: Norm | None, name: str) -> Tensor:
         if norm is None or x is None:
@@ -197,9 +202,11 @@ class RunLayer(torch.autograd.Function):
     """A `TrainLayer` as one node of autograd's graph."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, layer: TrainLayer, batch: Batch, rope: Rope, *_: Tensor) -> Tensor:
+    def forward(
+        ctx: Any, x: Tensor, stream: Tensor, layer: TrainLayer, batch: Batch, rope: Rope, *_: Tensor
+    ) -> Tensor:
         keeps = batch.keeps(layer.index)
-        y, kept = layer.run(x, batch, rope, keep=keeps)
+        y, kept = layer.run(x, stream, batch, rope, keep=keeps)
         ctx.kept = kept if keeps else x
         ctx.layer, ctx.batch, ctx.rope = layer, batch, rope
         # What is not kept is the next layer's memory: where it is to be recomputed, its input stays as a copy.
@@ -210,22 +217,28 @@ class RunLayer(torch.autograd.Function):
         layer: TrainLayer = ctx.layer
         kept, ctx.kept = ctx.kept, None
         if isinstance(kept, Tensor):
-            kept = layer.run(kept, ctx.batch, ctx.rope, keep=False)[1]
+            # From the input as it was kept, rounded: gradients then differ by what their own rounding does.
+            kept = layer.run(kept, widened(kept, layer.scratch), ctx.batch, ctx.rope, keep=False)[1]
         dx, gradients = layer.back(grads[0], kept, ctx.batch, ctx.rope, inputs=ctx.needs_input_grad[0])
-        return dx, None, None, None, *gradients
+        return dx, None, None, None, None, *gradients
 
 
 class RunNorm(torch.autograd.Function):
-    """A norm of tokens [tokens, H] as one node."""
+    """The last norm of tokens [tokens, H], of which `stream` is the float32 form, as one node."""
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, norm: Norm, scratch: Scratch) -> Tensor:
-        scale = norm.scale(x)
+    def forward(ctx: Any, x: Tensor, stream: Tensor, norm: Norm, scratch: Scratch) -> Tensor:
+        scale = norm.scale(stream)
         ctx.save_for_backward(x, scale)
         ctx.norm, ctx.scratch = norm, scratch
-        return norm.apply(x, scale, torch.empty_like(x), scratch)
+        return norm.apply(stream, scale, torch.empty_like(x), scratch)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None]:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None, None, None]:
         x, scale = ctx.saved_tensors
-        return ctx.norm.back(grads[0], x, scale, torch.empty_like(x), ctx.scratch), None, None
+        return ctx.norm.back(grads[0], x, scale, torch.empty_like(x), ctx.scratch), None, None, None
+
+
+def widened(x: Tensor, scratch: Scratch) -> Tensor:
+    """A float32 copy of x in the scratch memory of the residual stream."""
+    return scratch.take("stream", tuple(x.shape), torch.float32).copy_(x)
