@@ -202,9 +202,7 @@ class RunLayer(torch.autograd.Function):
     """A `TrainLayer` as one node of autograd's graph."""
 
     @staticmethod
-    def forward(
-        ctx: Any, x: Tensor, stream: Tensor, layer: TrainLayer, batch: Batch, rope: Rope, *_: Tensor
-    ) -> Tensor:
+    def forward(ctx: Any, x: Tensor, stream: Tensor, layer: TrainLayer, batch: Batch, rope: Rope, *_: Tensor) -> Tensor:
         keeps = batch.keeps(layer.index)
         y, kept = layer.run(x, stream, batch, rope, keep=keeps)
         ctx.kept = kept if keeps else x
