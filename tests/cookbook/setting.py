@@ -56,6 +56,7 @@ class Kitchen:
             "TINKER_BASE_URL": self.endpoint.base_url,
             "TINKER_API_KEY": self.endpoint.api_key,
             "TINKER_TELEMETRY": "0",
+            "PYTHONFAULTHANDLER": "1",
             "TINKER_COOKBOOK_RUNS_DIR": str(runs),
             "HF_ENDPOINT": f"{self.endpoint.base_url}/hf",
             "HF_HOME": str(self.folder / "hf-home"),
