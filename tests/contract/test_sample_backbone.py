@@ -13,11 +13,13 @@ import torch
 from torch import Tensor
 
 from openrl.backends.torch.kv import ChunkView, KVCache, KVShape
-from openrl.backends.torch.lora import Adapter, fresh_adapter
+from openrl.backends.torch.lora import Adapter, Segment, fresh_adapter
 from openrl.backends.torch.masks import Masks
 from openrl.backends.torch.model import FAMILIES, CausalLM, open_model
 from openrl.backends.torch.sample_backbone import Backbone, PlainBackbone, backbone_of
+from openrl.backends.torch.sample_factors import OUT, AdapterFactors
 from openrl.backends.torch.sample_fused import FusedBackbone
+from openrl.backends.torch.sample_layers import read_layers
 from openrl.types import LoraSpec
 from support import tiny
 from support.sampling import Ask, World, payload, run
@@ -204,3 +206,21 @@ def test_sampling_without_the_fused_backbone_is_the_same(tmp_path: Path) -> None
     for a, b in zip(fast, slow, strict=True):
         assert a.sequences[0].tokens.tolist() == b.sequences[0].tokens.tolist()
         torch.testing.assert_close(a.sequences[0].logprobs, b.sequences[0].logprobs, atol=2e-5, rtol=0)
+
+
+@pytest.mark.parametrize("rows", [3, 70])  # few and many: computed in two ways
+def test_what_a_young_adapter_says_is_not_rounded_away(rows: int, model_folder: Callable[..., Path]) -> None:
+    """S6: beside base outputs a thousand times as large, whose bf16 steps are larger than what the adapter adds."""
+    model = opened(model_folder("llama"), torch.bfloat16)
+    layers = read_layers(model)
+    young = adapter(model, 1)
+    factors = AdapterFactors(layers.layers, model.dtype, torch.float32).of((Segment(0, rows, young),))
+    assert factors is not None
+    x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
+    down = layers.layers[0].out.parts[0].name
+    a, b = young.a[down], young.b[down]
+    expected = young.scale * x.float() @ a.t() @ b.t()
+    base = 1000 * expected.abs().max()
+    y = torch.full((rows, b.shape[0]), float(base))
+    factors.add(y, x.to(factors.dtype), 0, OUT)
+    assert torch.linalg.vector_norm(y - base - expected) < 0.02 * torch.linalg.vector_norm(expected)

@@ -3,6 +3,9 @@
 For few rows on a CPU the factors of projections that share an input lie side by side, in float32 whatever the model
 computes in: for products this small, float32 is several times as fast as bf16, whose kernels have more to prepare.
 For many rows bf16 is faster, straight from `Adapter.frozen`. The values are the same.
+
+What an adapter says is added to float32 sums in either case: in bf16 it would be lost wherever it is less than half a
+step of what the base says, that is most of it while the adapter is young.
 """
 
 from __future__ import annotations
@@ -24,13 +27,13 @@ _MANY_ROWS = 64  # where both ways took about equally long
 
 
 class LowRank(Protocol):
-    """The adapters of one batch, which compute in `dtype`."""
+    """The adapters of one batch, which take inputs of `dtype`."""
 
     @property
     def dtype(self) -> torch.dtype: ...
 
     def add(self, y: Tensor, x: Tensor, layer: int, joint: int) -> None:
-        """y += scale B A x in place, for y [rows, out] and x [rows, in] of a joint product of a layer."""
+        """y += scale B A x in place, for float32 y [rows, out] and x [rows, in] of a joint product of a layer."""
         ...
 
 
@@ -59,10 +62,10 @@ class Factors:
     def add(self, y: Tensor, x: Tensor) -> None:
         low = x.mm(self.down)
         if self.whole:
-            y.addmm_(low, self.ups[0].weight)
+            _add_product(y, low, self.ups[0].weight)
             return
         for up in self.ups:
-            y[:, up.start : up.stop].addmm_(low[:, up.low : up.high], up.weight)
+            _add_product(y[:, up.start : up.stop], low[:, up.low : up.high], up.weight)
 
 
 Frozen = dict[str, tuple[Tensor, Tensor]]
@@ -158,7 +161,14 @@ class _ManyRows:
             for part in self._joints[layer][joint].parts:
                 if part.name in frozen:
                     down, up = frozen[part.name]
-                    y[rows, part.start : part.stop].addmm_(x[rows].mm(down), up)
+                    _add_product(y[rows, part.start : part.stop], x[rows].mm(down), up)
+
+
+def _add_product(y: Tensor, low: Tensor, up: Tensor) -> None:
+    if y.dtype is low.dtype:
+        y.addmm_(low, up)
+    else:
+        y.add_(low.mm(up))
 
 
 def _frozen(adapter: Adapter) -> Frozen:

@@ -88,7 +88,7 @@ class FusedBackbone:
         y = joint.run(narrow)
         if adapters is None:
             return y
-        y = y.to(adapters.dtype)
+        y = y.float()
         adapters.add(y, narrow if adapters.dtype is self._dtype else x.to(adapters.dtype), layer, place)
         return y
 
@@ -105,8 +105,8 @@ class FusedBackbone:
         """Add a product of `inner` with its adapters, normed if there is a norm, to the float32 residual x in place."""
         if norm is not None:
             x.add_(norm(self._product(joint, inner, adapters, layer, place).float()))
-        elif adapters is not None and adapters.dtype is x.dtype:
-            x.add_(joint.run(inner.to(self._dtype)))
-            adapters.add(x, inner.to(x.dtype), layer, place)
-        else:
-            x.add_(self._product(joint, inner, adapters, layer, place))
+            return
+        narrow = inner.to(self._dtype)
+        x.add_(joint.run(narrow))
+        if adapters is not None:
+            adapters.add(x, narrow if adapters.dtype is self._dtype else inner.to(adapters.dtype), layer, place)
