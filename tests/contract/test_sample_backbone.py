@@ -217,10 +217,10 @@ def test_what_a_young_adapter_says_is_not_rounded_away(rows: int, model_folder: 
     factors = AdapterFactors(layers.layers, model.dtype, torch.float32).of((Segment(0, rows, young),))
     assert factors is not None
     x = torch.randn(rows, 32, generator=torch.Generator().manual_seed(0)).bfloat16()
-    down = layers.layers[0].out.parts[0].name
-    a, b = young.a[down], young.b[down]
-    expected = young.scale * x.float() @ a.t() @ b.t()
+    assert young.frozen is not None
+    down, up = young.frozen[layers.layers[0].out.parts[0].name]
+    expected = x.float() @ down.float() @ up.float()
     base = 1000 * expected.abs().max()
-    y = torch.full((rows, b.shape[0]), float(base))
+    y = torch.full((rows, up.shape[1]), float(base))
     factors.add(y, x.to(factors.dtype), 0, OUT)
     assert torch.linalg.vector_norm(y - base - expected) < 0.02 * torch.linalg.vector_norm(expected)
