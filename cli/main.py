@@ -9,7 +9,20 @@ from __future__ import annotations
 import typer
 
 from openrl.errors import OpenRLError, SettingsError
-from openrl_cli import bench, checkpoints, config, doctor, keys, models, remote, serve, status, transfer, version
+from openrl_cli import (
+    bench,
+    checkpoints,
+    config,
+    doctor,
+    keys,
+    models,
+    recipe,
+    remote,
+    serve,
+    status,
+    transfer,
+    version,
+)
 from openrl_cli.console import show_error
 
 app = typer.Typer(
@@ -22,6 +35,7 @@ app.command()(serve.serve)
 app.add_typer(models.app, name="models")
 app.add_typer(checkpoints.app, name="checkpoints")
 app.add_typer(remote.app, name="remote")
+app.add_typer(recipe.app, name="recipe")
 app.command()(transfer.push)
 app.command()(transfer.pull)
 app.add_typer(keys.app, name="keys")

@@ -1,9 +1,9 @@
 """The demo: start a server, teach it SQL through the `tinker` SDK, show what it learned, stop the server.
 
-    python -m openrl_recipes.demo            # what `make demo` runs; about five minutes on two CPU cores
+    python -m openrl_recipes.demo            # what `make demo` runs; about four minutes on two CPU cores
 
-Takes every option of `openrl_recipes.text_to_sql.train`, and `--data-dir` for the server's data (default: the
-server's own). Leaves curves.png, metrics.jsonl, report.md and server.log in `demo-out`, and nothing running.
+It is `openrl_recipes.text_to_sql.train` in short, and takes all its options, and `--data-dir` for the server's data
+(default: the server's own). Leaves the run folder and server.log in `demo-out`, and nothing running.
 """
 
 from __future__ import annotations
@@ -17,9 +17,14 @@ from collections.abc import Sequence
 from pathlib import Path
 from types import FrameType
 
+import click
 from rich.console import Console
 
 from openrl_recipes.local_server import ServerError, local_server
+from openrl_recipes.shared.folder import CONFIG, METRICS, PROGRESS, SAMPLES
+from openrl_recipes.shared.options import OptionError, parse
+
+SHORT = ["--sft-steps", "12", "--rl-steps", "8", "--rl-groups", "8", "--eval-items", "64", "--eval-every", "0"]
 
 
 def main(arguments: Sequence[str] | None = None) -> int:
@@ -32,9 +37,12 @@ def main(arguments: Sequence[str] | None = None) -> int:
     signal.signal(signal.SIGTERM, _interrupt)  # so that the server is stopped then too
     try:
         _run(console, own.data_dir, Path(own.out), for_training)
-    except ServerError as error:
+    except (ServerError, OptionError) as error:
         console.print(f"[red]{error}[/]", highlight=False)
         return 1
+    except click.UsageError as error:
+        console.print(f"[red]{error.format_message()}[/]", highlight=False)
+        return 2
     except KeyboardInterrupt:
         console.print("Stopped.")
         return 130
@@ -43,16 +51,17 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(console: Console, data_dir: str | None, out: Path, for_training: Sequence[str]) -> None:
     started = time.monotonic()
+    for name in (CONFIG, METRICS, SAMPLES, PROGRESS):  # a demo begins anew, where a recipe would go on
+        (out / name).unlink(missing_ok=True)
     console.print("Starting [bold]openrl serve[/] ...")
     with local_server(out / "server.log", ["--data-dir", data_dir] if data_dir else []) as endpoint:
         console.print(f"It answers at {endpoint.base_url}; its log is {out / 'server.log'}.", highlight=False)
         # Set before the import below: Hugging Face's code reads its variables while it is imported.
         os.environ.update(endpoint.environment())  # noqa: TID251 -- the SDK is configured as a user would do it
-        from openrl_recipes.text_to_sql import report, train
+        from openrl_recipes.text_to_sql import train
 
-        summary = train.main(train.parse_options([*for_training, "--out", str(out)]))
-    report.show(summary, console)
-    console.print(f"Curves, metrics and report are in [bold]{out}[/]. Took {time.monotonic() - started:.0f} s.")
+        train.main(parse(train.Options, [*SHORT, *for_training, "--out", str(out)]))
+    console.print(f"Report, curves and metrics are in [bold]{out}[/]. Took {time.monotonic() - started:.0f} s.")
 
 
 def _interrupt(number: int, frame: FrameType | None) -> None:

@@ -1,118 +1,162 @@
-"""Execution match: is a query right? Run it beside the reference on three databases and compare what comes back.
+"""Is a query right? Run it beside the reference on several databases and compare what comes back.
 
-One small table lets wrong queries through by luck, so an answer must agree on three independently drawn ones. The
-text comes from a language model and is hostile until shown otherwise: each query runs on its own in-memory SQLite
-connection that can only read, for 50 ms at most.
+One small table lets wrong queries through by luck, so an answer must agree on all of an item's databases: three,
+drawn independently, where they are generated. `Reference` scores answers in this process; `judge.py` does it in
+worker processes.
 """
 
 from __future__ import annotations
 
-import sqlite3
-import time
+import re
 from collections import Counter
 from collections.abc import Sequence
+from dataclasses import dataclass
+from types import TracebackType
 
-Row = tuple[str | int | float | None, ...]
-
-DEADLINE_SECONDS = 0.05
-MAX_ROWS = 1000
-
-# What a query may do. Everything else (ATTACH, PRAGMA, INSERT, load_extension, ...) is refused while it is compiled.
-_ACTIONS = {sqlite3.SQLITE_SELECT, sqlite3.SQLITE_READ, sqlite3.SQLITE_RECURSIVE}
-_AGGREGATES = ("avg", "count", "max", "min", "sum", "total", "rank", "dense_rank", "row_number")
-_TEXT = ("instr", "length", "like", "lower", "upper", "ltrim", "rtrim", "trim", "substr", "substring")
-_SCALARS = ("abs", "round", "sign", "coalesce", "ifnull", "nullif", "iif", "typeof")
-_FUNCTIONS = frozenset((*_AGGREGATES, *_TEXT, *_SCALARS))
-
-# One value can hold 10 kB, and a query 2,000 characters: enough for any answer here, too little to fill a memory.
-_LIMITS = {
-    sqlite3.SQLITE_LIMIT_LENGTH: 10_000,
-    sqlite3.SQLITE_LIMIT_SQL_LENGTH: 2_000,
-    sqlite3.SQLITE_LIMIT_COLUMN: 32,
-    sqlite3.SQLITE_LIMIT_EXPR_DEPTH: 40,
-    sqlite3.SQLITE_LIMIT_COMPOUND_SELECT: 5,
-    sqlite3.SQLITE_LIMIT_ATTACHED: 0,
-    sqlite3.SQLITE_LIMIT_LIKE_PATTERN_LENGTH: 100,
-}
+from openrl_recipes.text_to_sql.sandbox import Database, QueryError, Row, Sandbox, is_query, normal, same_result
 
 
-class QueryError(Exception):
-    """A query that SQLite or the sandbox refused: bad syntax, forbidden, too slow or too large."""
+@dataclass(frozen=True, slots=True)
+class Score:
+    """What one answer is worth. Only `match` says that it is right; the rest tells how near it came.
 
-
-def run_query(create: str, rows: Sequence[Row], sql: str) -> list[Row]:
-    """Run one untrusted query on a fresh database made by `create` and filled with `rows`.
-
-    Raises `QueryError`, also for text that holds no query or more than one: SQLite itself runs nothing in silence.
+    `columns` is how well the number of columns agrees (smaller over larger) and `values` the overlap (F1) of the
+    cells, both 0..1, means over the databases, and 0 for an answer that does not run.
     """
-    if not sql.strip(" \t\r\n;"):
-        raise QueryError("there is no query")
-    connection = sqlite3.connect(":memory:", isolation_level=None)
-    try:
-        _fill(connection, create, rows)
-        _lock_down(connection)
-        return _fetch(connection, sql)
-    except (sqlite3.Error, sqlite3.Warning, UnicodeError, ValueError) as error:
-        raise QueryError(str(error)) from error
-    finally:
-        connection.close()
+
+    match: bool = False
+    parses: bool = False  # SQLite's grammar accepts it as a query, whether or not its names exist
+    runs: bool = False  # without error, on every database
+    columns: float = 0.0
+    values: float = 0.0
+    error: str = ""
 
 
-def _fill(connection: sqlite3.Connection, create: str, rows: Sequence[Row]) -> None:
-    table = create.removeprefix("CREATE TABLE ").split("(", 1)[0]
-    connection.execute(create)
-    connection.execute("BEGIN")
-    connection.executemany(f"INSERT INTO {table} VALUES ({', '.join('?' * len(rows[0]))})", rows)
-    connection.execute("COMMIT")
+class Reference:
+    """A reference query, run once on its databases, which stay open for the answers to be compared with it.
 
+    Raises `QueryError` where a database or the reference itself fails.
+    """
 
-def _lock_down(connection: sqlite3.Connection) -> None:
-    connection.execute("PRAGMA query_only = ON")
-    connection.execute("PRAGMA trusted_schema = OFF")
-    for limit, value in _LIMITS.items():
-        connection.setlimit(limit, value)
-    connection.set_authorizer(_authorize)
+    def __init__(self, gold: str, databases: Sequence[Database]) -> None:
+        self._sandboxes: list[Sandbox] = []
+        self.ordered = orders(gold)
+        try:
+            for database in databases:
+                self._sandboxes.append(Sandbox(database))
+            self.results = self.run(gold)
+        except QueryError:
+            self.close()
+            raise
 
+    def __enter__(self) -> Reference:
+        return self
 
-def _authorize(action: int, first: str | None, second: str | None, database: str | None, source: str | None) -> int:
-    if action in _ACTIONS or (action == sqlite3.SQLITE_FUNCTION and (second or "").lower() in _FUNCTIONS):
-        return sqlite3.SQLITE_OK
-    return sqlite3.SQLITE_DENY
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, at: TracebackType | None) -> None:
+        self.close()
 
+    def close(self) -> None:
+        for sandbox in self._sandboxes:
+            sandbox.close()
 
-def _fetch(connection: sqlite3.Connection, sql: str) -> list[Row]:
-    deadline = time.monotonic() + DEADLINE_SECONDS
-    connection.set_progress_handler(lambda: time.monotonic() > deadline, 1000)
-    cursor = connection.execute(sql)
-    rows = cursor.fetchmany(MAX_ROWS + 1)
-    if len(rows) > MAX_ROWS:
-        raise QueryError(f"more than {MAX_ROWS} rows")
-    return rows
+    def run(self, sql: str) -> list[list[Row]]:
+        """The results of a query, one a database. Raises `QueryError`."""
+        return [sandbox.run(sql) for sandbox in self._sandboxes]
 
+    def solved_by(self, answer: str) -> bool:
+        """Whether `answer` gives the reference's result everywhere; stops at the first database where it does not."""
+        try:
+            return bool(self._sandboxes) and all(
+                same_result(wanted, sandbox.run(answer), ordered=self.ordered)
+                for wanted, sandbox in zip(self.results, self._sandboxes, strict=True)
+            )
+        except QueryError:
+            return False
 
-def same_result(wanted: Sequence[Row], got: Sequence[Row], *, ordered: bool) -> bool:
-    """Whether two results hold the same rows, in any order unless `ordered`. Two empty results are *not* the same."""
-    if not wanted or not got:
-        return False
-    left, right = [_normal(row) for row in wanted], [_normal(row) for row in got]
-    return left == right if ordered else Counter(left) == Counter(right)
-
-
-def _normal(row: Row) -> Row:
-    """Numbers rounded, so that 2, 2.0 and 1.9999999999 (another order of summing) are one value."""
-    return tuple(round(float(value), 6) if isinstance(value, (int, float)) else value for value in row)
-
-
-def execution_match(create: str, databases: Sequence[Sequence[Row]], gold: str, answer: str) -> bool:
-    """Whether `answer` gives the result of `gold` on every one of `databases`; any error is a plain no."""
-    ordered = "ORDER BY" in gold.upper()
-    try:
-        return bool(databases) and all(
-            same_result(run_query(create, rows, gold), run_query(create, rows, answer), ordered=ordered)
-            for rows in databases
+    def score(self, answer: str) -> Score:
+        """Everything about `answer`; an error of any kind gives a score, never an exception."""
+        try:
+            results = self.run(answer)
+        except QueryError as error:
+            return Score(parses=parses(answer, str(error)), error=str(error))
+        pairs = list(zip(self.results, results, strict=True))
+        return Score(
+            match=bool(pairs) and all(same_result(wanted, got, ordered=self.ordered) for wanted, got in pairs),
+            parses=True,
+            runs=True,
+            columns=_mean([column_agreement(wanted, got) for wanted, got in pairs]),
+            values=_mean([value_overlap(wanted, got) for wanted, got in pairs]),
         )
-    except QueryError:
-        return False
+
+
+def column_agreement(wanted: Sequence[Row], got: Sequence[Row]) -> float:
+    """The smaller number of columns over the larger; 0 if either result is empty."""
+    if not wanted or not got:
+        return 0.0
+    a, b = len(wanted[0]), len(got[0])
+    return min(a, b) / max(a, b)
+
+
+def value_overlap(wanted: Sequence[Row], got: Sequence[Row]) -> float:
+    """F1 of the two multisets of cells, wherever in the result they stand."""
+    left = Counter(value for row in wanted for value in normal(row))
+    right = Counter(value for row in got for value in normal(row))
+    total = left.total() + right.total()
+    return 2 * (left & right).total() / total if total else 0.0
+
+
+def _mean(values: Sequence[float]) -> float:
+    return sum(values) / len(values) if values else 0.0
+
+
+# ------------------------------------------------------------------------------------------------------------------
+# The text of a query
+
+_TOKEN = re.compile(
+    r"""(?P<skip> \s+ | --[^\n]* | /\*.*?(?:\*/|\Z) )
+      | (?P<quoted> '(?:[^']|'')*' | "(?:[^"]|"")*" | `[^`]*` | \[[^\]]*\] )
+      | (?P<word> \w+ )
+      | (?P<sign> . )""",
+    re.VERBOSE | re.DOTALL,
+)
+
+
+def tokens(sql: str) -> list[str]:
+    """The words, quoted texts and signs of a query, without space and comments."""
+    return [match.group() for match in _TOKEN.finditer(sql) if match.lastgroup != "skip"]
+
+
+def orders(sql: str) -> bool:
+    """Whether the query orders its result: an ORDER BY outside of all parentheses. One in a subquery does not."""
+    depth, before = 0, ""
+    for token in tokens(sql):
+        depth += (token == "(") - (token == ")")
+        if depth == 0 and token.upper() == "BY" and before == "ORDER":
+            return True
+        before = token.upper()
+    return False
+
+
+def one_line(sql: str) -> str:
+    """The query on one line, without comments and without a closing semicolon, quoted texts left as they are."""
+    pieces: list[str] = []
+    for match in _TOKEN.finditer(sql):
+        pieces.append(" " if match.lastgroup == "skip" else match.group())
+    outside = "".join(pieces).strip().removesuffix(";").rstrip()
+    kept = [m.group() if m.lastgroup == "quoted" else re.sub(r"\s+", " ", m.group()) for m in _TOKEN.finditer(outside)]
+    return "".join(kept)
+
+
+# SQLite reads the whole text before it looks up names, so any other message means that the grammar was content.
+_SYNTAX = re.compile(
+    r"syntax error|incomplete input|unrecognized token|one statement|no query|null character|surrogate|"
+    r"too large|too big|stack overflow|too long|too many"
+)
+
+
+def parses(answer: str, error: str) -> bool:
+    """Whether an answer that failed with `error` was at least a query in SQLite's grammar."""
+    return is_query(answer) and not _SYNTAX.search(error)
 
 
 def answer_query(completion: str) -> str:

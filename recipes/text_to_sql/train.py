@@ -1,284 +1,141 @@
 """Teach a small model to answer questions with SQL: a supervised start, then GRPO on what the queries return.
 
-Works against any server that speaks the Tinker API; this file knows only the `tinker` SDK:
+    openrl recipe run text_to_sql                  # starts a server if none answers
+    python -m openrl_recipes.text_to_sql.train     # the same against the server that TINKER_BASE_URL names
 
-    export TINKER_BASE_URL=http://127.0.0.1:8000 TINKER_API_KEY=tml-...      # as `openrl serve` prints them
-    python -m openrl_recipes.text_to_sql.train --sft-steps 10 --rl-steps 8
+Stage 1 (SFT) shows the model questions with their reference queries: cross-entropy, loss on the query alone. It
+saturates this task, so it is kept short here, to leave something to stage 2.
+Stage 2 (GRPO, in grpo.py) lets the model write queries itself, several for a question. The only reward is whether a
+query, run on three databases, returns what the reference returns. Queries better than their group's mean become
+likelier, worse ones less likely. The questions of the evaluations (evaluate.py) are about tables that training never
+shows.
 
-Stage 1 (SFT) shows the model questions with their reference queries: cross-entropy, loss on the query alone.
-Stage 2 (GRPO) lets it write queries itself, 8 for a question. The only reward is whether a query, run on three
-databases, returns what the reference returns. Queries better than their group's mean become likelier, worse ones
-less likely. Questions, databases and references are generated; the test questions are about tables that training
-never shows.
+SFT alone, to the end (Gemma 3 270M has never seen a chat; the prompt is plain text that ends in SELECT):
+
+    python -m openrl_recipes.text_to_sql.train --model google/gemma-3-270m --stages sft --sft-steps 36
+
+On a GPU, with Spider in a folder, and the next batch sampled while a step trains:
+
+    python -m openrl_recipes.text_to_sql.train --model MODEL --source folder:spider --max-tokens 128 --max-staleness 1
+
+Stop the run whenever you like, even with kill -9: the same command goes on where it was. Options: `--help`.
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import time
-from collections.abc import Sequence
 from dataclasses import dataclass
 from itertools import islice
 from pathlib import Path
-from typing import Annotated, Any, get_type_hints
 
-import numpy as np
 import tinker
+from rich.console import Console
 from tinker import types
 
-from openrl_recipes.text_to_sql import report
-from openrl_recipes.text_to_sql.generator import Item, items, make_items
-from openrl_recipes.text_to_sql.scoring import answer_query
+from openrl_recipes.shared.client import adam, count_tokens, decayed, service_with, supervised_batch
+from openrl_recipes.shared.folder import RunFolder
+from openrl_recipes.shared.options import run as run_command
+from openrl_recipes.shared.progress import Bar, progress
+from openrl_recipes.shared.report import show, write_report
+from openrl_recipes.text_to_sql.evaluate import evaluate, keep_best
+from openrl_recipes.text_to_sql.grpo import grpo
+from openrl_recipes.text_to_sql.judge import Judge
+from openrl_recipes.text_to_sql.options import Options
+from openrl_recipes.text_to_sql.run import Best, Run, open_run
+from openrl_recipes.text_to_sql.sources import open_source
+
+__all__ = ["Options", "Summary", "main"]
 
 
 @dataclass(frozen=True, slots=True)
-class Options:
-    """Every dial of the run; the defaults take about five minutes on two CPU cores."""
+class Summary:
+    """Held-out execution accuracy before and after each stage that ran; the best and the last checkpoint."""
 
-    model: Annotated[str, "base model, as the server names it"] = "HuggingFaceTB/SmolLM2-135M-Instruct"
-    rank: Annotated[int, "LoRA rank"] = 16
-    seed: Annotated[int, "seed of adapter, questions and samples"] = 0
-    out: Annotated[str, "folder for metrics.jsonl, curves.png and report.md"] = "demo-out"
-    eval_items: Annotated[int, "held-out questions"] = 64
-    max_tokens: Annotated[int, "longest query in tokens"] = 40
-    sft_steps: Annotated[int, "supervised steps"] = 10
-    sft_batch: Annotated[int, "examples a supervised step"] = 16
-    sft_lr: Annotated[float, "learning rate of the supervised stage"] = 1e-3
-    rl_steps: Annotated[int, "GRPO steps"] = 12
-    rl_groups: Annotated[int, "questions a GRPO step"] = 8
-    rl_samples: Annotated[int, "queries sampled for a question"] = 8
-    rl_lr: Annotated[float, "learning rate of the GRPO stage"] = 1e-3
-    rl_loss: Annotated[types.LossFnType, "importance_sampling or ppo"] = "importance_sampling"
+    accuracy: dict[str, float]
+    best: Best
+    state: str | None
 
 
-@dataclass(frozen=True, slots=True)
-class Run:
-    """What every stage needs: the run on the server, its tokenizer, the dials, and where to show and log progress."""
+def main(options: Options) -> Summary:
+    """Run the stages, or what is left of them; returns what came of it."""
+    source = open_source(options.source, options.seed)
+    folder = RunFolder(Path(options.out), options, tensorboard=options.tensorboard, goes_on=True)
+    stages = options.stages.split(",")
+    with service_with(options.model) as service, Judge() as judge, progress() as bars:
+        run = open_run(options, folder, service, source, judge, bars)
+        if run.stage == "before":
+            evaluate(run, run.policy(), "before", 0)
+            run.reached(stages[0], 0)
+        if run.stage == "sft":
+            supervised(run)
+            finish(run, run.policy(), options.sft_steps, last=stages[-1] == "sft")
+        if run.stage == "grpo":
+            finish(run, grpo(run), options.rl_steps, last=True)
+    write_report(folder.path)
+    show_results(run, Console())
+    accuracy = {record["stage"]: record["held_out"] for record in folder.records if "held_out" in record}
+    return Summary(accuracy, run.best, run.state)
 
-    trainer: tinker.TrainingClient
-    tokenizer: Any
-    options: Options
-    bars: report.Bars
-    log: report.MetricLog
 
-    def encode(self, text: str) -> list[int]:
-        return list(self.tokenizer.encode(text, add_special_tokens=False))
-
-    def query(self, tokens: list[int]) -> str:
-        return answer_query(self.tokenizer.decode(tokens))
-
-    def sampling(self, temperature: float, seed: int | None = None) -> types.SamplingParams:
-        """A query ends with its line."""
-        return types.SamplingParams(max_tokens=self.options.max_tokens, temperature=temperature, seed=seed, stop=["\n"])
+def finish(run: Run, policy: tinker.SamplingClient, steps: int, *, last: bool) -> None:
+    """Evaluate at the end of a stage and save a point from which the next one begins."""
+    stage = "after" if last else f"after {run.stage}"
+    keep_best(run, evaluate(run, policy, stage, steps), steps)
+    run.reached("done" if last else "grpo", 0)
 
 
-def main(options: Options) -> report.Summary:
-    """Run both stages and write the results to `options.out`; returns what the final table shows."""
-    log = report.MetricLog(Path(options.out))
-    held_out = make_items("held-out", options.eval_items, options.seed)
-    with tinker.ServiceClient() as service, report.progress() as bars:
-        trainer = service.create_lora_training_client(options.model, rank=options.rank, seed=options.seed).result()
-        run = Run(trainer, trainer.get_tokenizer(), options, bars, log)
-        policy = trainer.save_weights_and_get_sampling_client().result()
-        before = evaluate(run, policy, held_out, "before")
-        policy = supervised(run)
-        after_sft = evaluate(run, policy, held_out, "after SFT")
-        policy = grpo(run, policy)
-        after_rl = evaluate(run, policy, held_out, "after RL")
-    summary = report.Summary(held_out, (before, after_sft, after_rl), log.records)
-    report.write(summary, Path(options.out))
-    return summary
+def show_results(run: Run, console: Console) -> None:
+    """The final tables, and where the weights are."""
+    show(run.folder.path, console)
+    for reason, rows in run.source.left_out.items():
+        console.print(f"{rows} rows of {run.options.source} were left out: {reason}", soft_wrap=True)
+    console.print(f"Last weights, to train on from: {run.state}", soft_wrap=True)
+    if run.best.path is not None:
+        score = f"{run.best.score:.1%}, chosen by that held-out score"
+        console.print(f"Best weights, to sample from: {run.best.path} ({score})", soft_wrap=True)
 
 
 # ------------------------------------------------------------------------------------------------------------------
 # Stage 1: supervised fine-tuning
 
 
-def supervised(run: Run) -> tinker.SamplingClient:
+def supervised(run: Run) -> None:
     """Cross-entropy on reference queries. Each step is sent before the result of the one before it is read."""
-    options, trainer = run.options, run.trainer
-    questions = items("train", options.seed)
-    bar = run.bars.add("SFT", options.sft_steps)
-    sent_steps: list[SentStep] = []
-    for step in range(options.sft_steps):
-        data = supervised_batch(run, list(islice(questions, options.sft_batch)))
+    options, first = run.options, run.step
+    questions = islice(run.source.train(options.seed), first * options.sft_batch, None)
+    bar = run.bars.add("sft", options.sft_steps, done=first)
+    on_the_way: list[SentStep] = []
+    for step in range(first, options.sft_steps):
+        batch = list(islice(questions, options.sft_batch))
+        data = supervised_batch([(run.prompt(item), run.answer(item)) for item in batch])
         sent = time.monotonic()
-        forward_backward = trainer.forward_backward(data, "cross_entropy")
-        optim = trainer.optim_step(adam(options.sft_lr * schedule(step, options.sft_steps)))
-        sent_steps.append(SentStep(forward_backward, optim, count_tokens(data), sent))
-        if step > 0:
-            sent_steps.pop(0).finish(run.log, bar)
-    policy = trainer.save_weights_and_get_sampling_client()
-    for sent_step in sent_steps:
-        sent_step.finish(run.log, bar)
-    return policy.result()
+        forward_backward = run.trainer.forward_backward(data, "cross_entropy")
+        optim = run.trainer.optim_step(adam(options.sft_lr * decayed(step, options.sft_steps)))
+        on_the_way.append(SentStep(step + 1, forward_backward, optim, count_tokens(data), sent))
+        point = bool(options.save_every) and (step + 1) % options.save_every == 0
+        while len(on_the_way) > (0 if point or step + 1 == options.sft_steps else 1):
+            on_the_way.pop(0).finish(run, bar)
+        if point and step + 1 < options.sft_steps:
+            run.reached("sft", step + 1)
 
 
 @dataclass(frozen=True, slots=True)
 class SentStep:
     """A supervised step on its way: its two futures, its tokens, and when it was sent."""
 
+    step: int
     forward_backward: tinker.APIFuture[types.ForwardBackwardOutput]
     optim: tinker.APIFuture[types.OptimStepResponse]
     tokens: int
     sent: float
 
-    def finish(self, log: report.MetricLog, bar: report.Bar) -> None:
+    def finish(self, run: Run, bar: Bar) -> None:
         """Wait for both results and log them."""
         loss = self.forward_backward.result().metrics["loss:sum"]
         self.optim.result()
-        log.add("sft", loss=loss, train_tokens=self.tokens, sent=self.sent)
+        run.folder.log("sft", self.step, loss=loss, train_tokens=self.tokens, sent=self.sent)
         bar.advance(f"loss {loss:.3f}")
 
 
-def supervised_batch(run: Run, batch: Sequence[Item]) -> list[types.Datum]:
-    """Prompt and query as one sequence; weights of 0 on the prompt, and such that the summed loss is a mean."""
-    pairs = [(run.encode(item.prompt), run.encode(item.answer)) for item in batch]
-    answer_tokens = sum(len(answer) for _, answer in pairs)
-    return [shifted(prompt, answer, weights=[1 / answer_tokens] * len(answer)) for prompt, answer in pairs]
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Stage 2: GRPO
-
-
-@dataclass(frozen=True, slots=True)
-class Rollout:
-    """One sampled query: the prompt's tokens, the sampled ones, their logprobs when sampled, and the reward."""
-
-    prompt: list[int]
-    tokens: list[int]
-    logprobs: list[float]
-    reward: float
-
-
-def grpo(run: Run, policy: tinker.SamplingClient) -> tinker.SamplingClient:
-    """Sample with the newest weights, score by running the queries, update, and so on."""
-    options = run.options
-    questions = items("train", options.seed + 1)
-    bar = run.bars.add("GRPO", options.rl_steps)
-    for step in range(options.rl_steps):
-        sent = time.monotonic()
-        groups = rollouts(run, policy, list(islice(questions, options.rl_groups)), seed=1000 * (step + 1))
-        mixed = [group for group in groups if len({rollout.reward for rollout in group}) > 1]
-        if mixed:
-            policy = update(run, mixed)
-        reward = float(np.mean([rollout.reward for group in groups for rollout in group]))
-        run.log.add("grpo", reward=reward, mixed_groups=len(mixed) / len(groups), sent=sent)
-        bar.advance(f"reward {reward:.2f}, {len(mixed)} of {len(groups)} groups mixed")
-    return policy
-
-
-def rollouts(run: Run, policy: tinker.SamplingClient, batch: Sequence[Item], seed: int) -> list[list[Rollout]]:
-    """`rl_samples` queries at temperature 1 for each question, all requests in flight together."""
-    sent = time.monotonic()
-    prompts = [run.encode(item.prompt) for item in batch]
-    futures = [
-        policy.sample(types.ModelInput.from_ints(prompt), run.options.rl_samples, run.sampling(1.0, seed + 100 * i))
-        for i, prompt in enumerate(prompts)
-    ]
-    groups: list[list[Rollout]] = []
-    for item, prompt, future in zip(batch, prompts, futures, strict=True):
-        sequences = future.result().sequences
-        rewards = [float(item.solved_by(run.query(sequence.tokens))) for sequence in sequences]
-        pairs = zip(sequences, rewards, strict=True)
-        groups.append([Rollout(prompt, s.tokens, s.logprobs or [], reward) for s, reward in pairs])
-    run.log.add("sample", sampled_tokens=sum(len(r.tokens) for group in groups for r in group), sent=sent)
-    return groups
-
-
-def update(run: Run, groups: Sequence[Sequence[Rollout]]) -> tinker.SamplingClient:
-    """One step on the groups' rollouts; returns a sampler of the new weights.
-
-    The three calls go out together: the server runs them in this order, and no round trip is waited for in between.
-    """
-    data = policy_gradient_batch(groups)
-    sent = time.monotonic()
-    forward_backward = run.trainer.forward_backward(data, run.options.rl_loss)
-    optim = run.trainer.optim_step(adam(run.options.rl_lr))
-    policy = run.trainer.save_weights_and_get_sampling_client()
-    forward_backward.result()
-    optim.result()
-    run.log.add("update", train_tokens=count_tokens(data), sent=sent)
-    return policy.result()
-
-
-def policy_gradient_batch(groups: Sequence[Sequence[Rollout]]) -> list[types.Datum]:
-    """One datum a rollout, with its advantage (reward minus the group's mean) on every sampled token.
-
-    A group whose rewards are all alike has advantages of zero and teaches nothing, so callers leave it out. We do
-    not divide by the group's deviation: it would push the lone success at a hard question hardest of all. Dividing
-    by the number of sampled tokens turns the server's sum into a mean, which keeps the meaning of the clip.
-    """
-    total = sum(len(rollout.tokens) for group in groups for rollout in group)
-    data: list[types.Datum] = []
-    for group in groups:
-        baseline = sum(rollout.reward for rollout in group) / len(group)
-        for r in group:
-            advantages = [(r.reward - baseline) / total] * len(r.tokens)
-            data.append(shifted(r.prompt, r.tokens, logprobs=r.logprobs, advantages=advantages))
-    return data
-
-
-# ------------------------------------------------------------------------------------------------------------------
-# Evaluation and small helpers
-
-
-def evaluate(run: Run, policy: tinker.SamplingClient, held_out: Sequence[Item], name: str) -> report.Evaluation:
-    """Execution accuracy on the held-out questions, one greedy query each."""
-    bar, sent = run.bars.add(f"evaluate {name}", len(held_out)), time.monotonic()
-    prompts = [types.ModelInput.from_ints(run.encode(item.prompt)) for item in held_out]
-    futures = [policy.sample(prompt, 1, run.sampling(temperature=0.0)) for prompt in prompts]
-    queries: list[str] = []
-    solved: list[bool] = []
-    sampled_tokens = 0
-    for item, future in zip(held_out, futures, strict=True):
-        tokens = future.result().sequences[0].tokens
-        sampled_tokens += len(tokens)
-        queries.append(run.query(tokens))
-        solved.append(item.solved_by(queries[-1]))
-        bar.advance(f"accuracy {sum(solved) / len(solved):.0%}")
-    evaluation = report.Evaluation(name, queries, solved)
-    run.log.add("evaluate", name=name, accuracy=evaluation.accuracy, sampled_tokens=sampled_tokens, sent=sent)
-    return evaluation
-
-
-def shifted(prompt: list[int], completion: list[int], **values: list[float]) -> types.Datum:
-    """A datum that predicts `completion` after `prompt`; `values` are given per completion token, 0 before it.
-
-    Position t of the input predicts target t, so the input lacks the last token and the targets the first.
-    """
-    padding = [0.0] * (len(prompt) - 1)
-    tokens = [*prompt, *completion]
-    inputs: dict[str, Any] = {"target_tokens": tokens[1:]} | {key: padding + row for key, row in values.items()}
-    return types.Datum(model_input=types.ModelInput.from_ints(tokens[:-1]), loss_fn_inputs=inputs)
-
-
-def adam(learning_rate: float) -> types.AdamParams:
-    return types.AdamParams(learning_rate=learning_rate, eps=1e-8, grad_clip_norm=1.0)
-
-
-def schedule(step: int, steps: int) -> float:
-    """Share of the full learning rate: two steps of warm-up, then a linear fall to a tenth."""
-    return min(1.0, (step + 1) / 2) * (1 - 0.9 * step / max(1, steps))
-
-
-def count_tokens(data: Sequence[types.Datum]) -> int:
-    return sum(datum.model_input.length for datum in data)
-
-
-def parse_options(arguments: Sequence[str] | None = None) -> Options:
-    """Options from the command line, one flag a field of `Options`."""
-    parser = argparse.ArgumentParser(
-        description="Text-to-SQL: SFT, then GRPO", formatter_class=argparse.ArgumentDefaultsHelpFormatter
-    )
-    hints = get_type_hints(Options, include_extras=True)
-    for f in dataclasses.fields(Options):
-        flag, text = f"--{f.name.replace('_', '-')}", hints[f.name].__metadata__[0]
-        parser.add_argument(flag, type=type(f.default), default=f.default, help=text)
-    return Options(**vars(parser.parse_args(arguments)))
-
-
 if __name__ == "__main__":
-    report.show(main(parse_options()))
+    run_command(main, Options)

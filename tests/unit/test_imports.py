@@ -137,7 +137,7 @@ ALLOWED: dict[str, set[str]] = {
     "openrl.backends.cpu": {"openrl.backends.base", "openrl.backends.torch"},
     "openrl.backends.cuda": {"openrl.backends.base", "openrl.backends.torch"},
     "openrl.bench": {"openrl.backends", "openrl.models", "openrl.settings"},
-    "openrl_cli": {"openrl", "openrl_recipes.local_server"},
+    "openrl_cli": {"openrl", "openrl_recipes.catalog", "openrl_recipes.local_server", "openrl_recipes.shared"},
     "openrl_recipes": set(),
 }
 
@@ -149,6 +149,7 @@ HEAVY = {
         "openrl.backends.registry",
         "openrl.models",
         "openrl.bench",
+        "openrl_recipes.dpo",
     ),
     "transformers": ("openrl.backends.torch", "openrl.models", "openrl.bench"),
     "peft": ("openrl.bench",),
@@ -156,6 +157,7 @@ HEAVY = {
     "typer": ("openrl_cli", "openrl_recipes"),
     "sqlite3": ("openrl.store", "openrl.daemon", "openrl_recipes"),
     "tinker": ("openrl_recipes", "openrl.bench"),
+    "datasets": ("openrl_recipes",),
 }
 
 

@@ -1,0 +1,1 @@
+"""Reinforcement learning with verifiable rewards: tasks whose answers a program checks, and GRPO at its plainest."""
