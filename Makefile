@@ -4,6 +4,7 @@
 #   make test     lint, type check, unit, contract and end-to-end tests
 #   make test-sdks  a whole training loop under each older release of the tinker SDK in SDKS, and under the newest
 #   make test-remote  the end-to-end tests once more, each server behind a proxy (serve --backend remote)
+#   make test-recipes  every recipe, shortened, against the real server (make test has text-to-SQL and the notebook)
 #   make compat   every public name and command of the SDK against a running server; writes docs/compatibility.md
 #   make cookbook   recipes and server tests of the unmodified tinker-cookbook, offline; writes docs/cookbook.md
 #   make lint     format and lint checks, type check
@@ -32,7 +33,7 @@ MODEL := smollm2-135m-instruct
 # Idle OpenMP threads would spin and take the cores from the other process: server and client share this machine.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-sdks test-remote compat cookbook cookbook-env lint deploy-check bench clean
+.PHONY: demo test test-sdks test-remote test-recipes compat cookbook cookbook-env lint deploy-check bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -49,6 +50,10 @@ test-sdks: $(VENV)/.dev $(SDKS:%=$(VENV)/sdks/%/.made)
 test-remote: $(VENV)/.dev
 	$(BIN)/openrl models pull $(MODEL)
 	E2E_REMOTE=1 $(BIN)/python -m pytest tests/e2e $(ARGS)
+
+test-recipes: $(VENV)/.dev
+	$(BIN)/openrl models pull $(MODEL)
+	$(BIN)/python -m pytest -m slow $(ARGS)
 
 compat: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m compat.table docs/compatibility.md

@@ -137,6 +137,7 @@ def main(options: Options) -> Summary:
 
         after = evaluate(folder, "after", done, policy, student.tokenizer, held_out)
         folder.log("after", done, **distances(student, policy, teacher, held_out[:64]))
+    folder.finished()
     write_report(folder.path)
     show(folder.path, Console())
     return Summary(before, taught, after)

@@ -93,6 +93,7 @@ def main(options: Options) -> Summary:
         params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=options.seed, stop=[chat.end])
         folder.log("after", options.steps, **agreement(trainer, policy, prompts, params))
         folder.log("after", options.steps, kl_reference=distance(policy, reference, prompts, params))
+    folder.finished()
     write_report(folder.path)
     show(folder.path, Console())
     return Summary(accuracy, (before["brief"], after["brief"]), (before["correct"], after["correct"]))

@@ -78,6 +78,7 @@ def main(options: Options) -> Summary:
         prompts = [encode(tokenizer, prompt(word)) for word in held_out[:32]]
         params = types.SamplingParams(max_tokens=MAX_TOKENS, temperature=1.0, seed=options.seed, stop=["\n"])
         folder.log("after", options.steps, **agreement(trainer, policy, prompts, params))
+    folder.finished()
     write_report(folder.path)
     show(folder.path, Console())
     return Summary(before, after)

@@ -89,6 +89,7 @@ def main(options: Options) -> Summary:
         before = evaluate(folder, "before", 0, model, policy, task)
         policy = train(folder, model, policy, task, options)
         after = evaluate(folder, "after", options.steps, model, policy, task)
+    folder.finished()
     write_report(folder.path)
     show(folder.path, Console())
     return Summary(before, after)

@@ -30,22 +30,22 @@ class Options:
     stages: Annotated[Stages, "which stages to run"] = "sft,grpo"
     max_tokens: Annotated[int, "longest query in tokens"] = 40
 
-    sft_steps: Annotated[int, "supervised steps"] = 8
+    sft_steps: Annotated[int, "supervised steps"] = 12
     sft_batch: Annotated[int, "examples a supervised step"] = 16
     sft_lr: Annotated[float, "learning rate of the supervised stage; it falls to a tenth"] = 1e-3
 
-    rl_steps: Annotated[int, "GRPO steps"] = 36
-    rl_groups: Annotated[int, "questions a GRPO step"] = 12
+    rl_steps: Annotated[int, "GRPO steps"] = 26
+    rl_groups: Annotated[int, "questions a GRPO step"] = 16
     rl_samples: Annotated[int, "queries sampled for a question"] = 8
-    rl_lr: Annotated[float, "learning rate of the GRPO stage"] = 3e-4
+    rl_lr: Annotated[float, "learning rate of the GRPO stage"] = 4e-4
     rl_loss: Annotated[Loss, "loss of the GRPO stage, as the server names it"] = "importance_sampling"
     temperature: Annotated[float, "of the samples; only at 1 do sampler and trainer compute the same logprobs"] = 1.0
     max_staleness: Annotated[int, "sample a batch with the weights of so many steps ago, while newer ones train"] = 0
 
     eval_items: Annotated[int, "held-out questions"] = 200
-    eval_every: Annotated[int, "GRPO steps between evaluations; 0: only before and after each stage"] = 12
+    eval_every: Annotated[int, "GRPO steps between evaluations; 0: only before and after each stage"] = 10
     keep_best: Annotated[bool, "save the sampler's weights whenever an evaluation is the best so far"] = True
-    save_every: Annotated[int, "steps between points that a stopped run can go on from; 0: only between stages"] = 12
+    save_every: Annotated[int, "steps between points that a stopped run can go on from; 0: only between stages"] = 10
 
     match: Annotated[float, "reward for the reference's result, on every database"] = 1.0
     parses: Annotated[float, "reward for a query that SQLite can parse"] = 0.0

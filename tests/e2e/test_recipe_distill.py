@@ -16,7 +16,7 @@ from openrl_recipes.pig_latin.words import split
 from openrl_recipes.shared.client import service_with
 from openrl_recipes.shared.folder import RunFolder, read_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 @pytest.fixture(scope="module")

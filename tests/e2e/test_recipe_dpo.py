@@ -12,7 +12,7 @@ from openrl_recipes.dpo.train import Options, main
 from openrl_recipes.local_server import Endpoint
 from openrl_recipes.shared.folder import read_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_preferences_over_some_pairs_rank_others_right(

@@ -11,7 +11,7 @@ from openrl_recipes.local_server import Endpoint
 from openrl_recipes.pig_latin.train import Options, main
 from openrl_recipes.shared.folder import read_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_pig_latin_is_learnt_for_words_that_were_not_shown(

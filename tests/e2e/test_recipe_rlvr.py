@@ -11,7 +11,7 @@ from openrl_recipes.local_server import Endpoint
 from openrl_recipes.rlvr.train import Options, main
 from openrl_recipes.shared.folder import read_lines
 
-pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.e2e, pytest.mark.slow, pytest.mark.timeout(600)]
 
 
 def test_rewards_alone_teach_the_form_of_an_answer(

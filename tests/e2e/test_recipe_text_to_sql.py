@@ -33,21 +33,21 @@ def test_a_short_sft_and_grpo_raise_the_held_out_score(
 ) -> None:
     for name, value in smol_server.environment().items():
         monkeypatch.setenv(name, value)
-    short: dict[str, Any] = {"eval_items": 64, "eval_every": 0, "save_every": 3}
-    options = Options(model=SMOL, sft_steps=10, rl_steps=6, out=str(tmp_path), **short)
+    short: dict[str, Any] = {"eval_items": 64, "eval_every": 0, "save_every": 3, "rl_groups": 8}
+    options = Options(model=SMOL, sft_steps=10, rl_steps=4, out=str(tmp_path), **short)
     accuracy = main(options).accuracy
     assert accuracy["before"] <= 0.15
     assert accuracy["after sft"] >= accuracy["before"] + 0.15
     assert accuracy["after"] >= accuracy["before"] + 0.25
-    assert accuracy["after"] >= accuracy["after sft"] - 0.06  # the standard error of 64 questions
+    assert accuracy["after"] >= accuracy["after sft"] - 0.1  # four noisy steps, 64 questions
 
     records = read_lines(tmp_path / "metrics.jsonl")
     losses = [r["loss"] for r in records if "loss" in r]
     assert losses[-1] < losses[0] / 2
     steps = [r for r in records if "reward" in r]
-    assert len(steps) == 6
-    assert fmean(r["reward"] for r in steps[3:]) > fmean(r["reward"] for r in steps[:3]) - 0.05
-    assert all(r["kl_v2"] < 0.05 for r in steps if "kl_v2" in r)
+    assert len(steps) == 4
+    assert fmean(r["reward"] for r in steps[2:]) > fmean(r["reward"] for r in steps[:2]) - 0.1
+    assert fmean(r["kl_v2"] for r in steps if "kl_v2" in r) < 1.5e-3, "rollouts are of the newest weights, in bf16 (S14)"
     assert records[-1]["kl_v2"] < 1e-3, "sampler and trainer have the same weights, in bf16"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "SELECT" in (tmp_path / "report.html").read_text()
