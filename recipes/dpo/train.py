@@ -55,11 +55,11 @@ class Options:
     out: Annotated[str, "run folder"] = "runs/dpo"
     tensorboard: Annotated[bool, "write TensorBoard event files, too"] = False
     beta: Annotated[float, "how dear it is to leave the reference: small goes far, large stays near"] = 0.1
-    steps: Annotated[int, "training steps"] = 30
+    steps: Annotated[int, "training steps"] = 12
     batch: Annotated[int, "pairs a step"] = 8
     lr: Annotated[float, "learning rate of the first steps; it falls to a tenth"] = 1e-4
     eval_pairs: Annotated[int, "held-out pairs"] = 128
-    eval_every: Annotated[int, "steps between evaluations on the held-out pairs"] = 10
+    eval_every: Annotated[int, "steps between evaluations on the held-out pairs"] = 4
 
 
 @dataclass(frozen=True, slots=True)

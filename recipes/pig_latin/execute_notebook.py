@@ -15,6 +15,8 @@ from typing import Any
 import nbformat
 from nbclient import NotebookClient
 
+from openrl_recipes.local_server import inherited_environment
+
 NOTEBOOK = Path(__file__).with_name("pig_latin.ipynb")
 CELL_SECONDS = 3600  # a busy server
 
@@ -33,7 +35,8 @@ def execute(environment: Mapping[str, str] | None = None, **parameters: object) 
         notebook.cells.insert(_parameters_index(notebook) + 1, injected)
     # Timings in the metadata would change with each run and tell nothing.
     client = NotebookClient(notebook, timeout=CELL_SECONDS, kernel_name="python3", record_timing=False)
-    client.execute(**({} if environment is None else {"env": dict(environment)}))
+    kernel = dict(inherited_environment() if environment is None else environment)
+    client.execute(env=kernel | {"PYTHONWARNINGS": "ignore:IProgress not found"})  # tqdm asks for ipywidgets
     if injected is not None:
         notebook.cells.remove(injected)
     return notebook

@@ -59,7 +59,7 @@ def run(setting: Kitchen, recipe: Recipe) -> Outcome:
     status = _call(setting, recipe, runs, log)
     if status == -signal.SIGABRT:
         # Seen once, after all output: Python aborts while it shuts down beside threads of the SDK that still run. That
-        # tells of the client's machine, not of the server, so it has a second chance; the log has the first one's trace.
+        # says nothing of the server, so it has a second chance; the log beside has the first one's trace.
         log.rename(log.with_suffix(".aborted.log"))
         status = _call(setting, recipe, runs, log)
     last = _last_line(log, setting.folder, wanted=recipe.fails_with)

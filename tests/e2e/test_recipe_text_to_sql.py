@@ -47,7 +47,9 @@ def test_a_short_sft_and_grpo_raise_the_held_out_score(
     steps = [r for r in records if "reward" in r]
     assert len(steps) == 4
     assert fmean(r["reward"] for r in steps[2:]) > fmean(r["reward"] for r in steps[:2]) - 0.1
-    assert fmean(r["kl_v2"] for r in steps if "kl_v2" in r) < 1.5e-3, "rollouts are of the newest weights, in bf16 (S14)"
+    assert fmean(r["kl_v2"] for r in steps if "kl_v2" in r) < 1.5e-3, (
+        "rollouts are of the newest weights, in bf16 (S14)"
+    )
     assert records[-1]["kl_v2"] < 1e-3, "sampler and trainer have the same weights, in bf16"
     assert (tmp_path / "curves.png").read_bytes().startswith(b"\x89PNG")
     assert "SELECT" in (tmp_path / "report.html").read_text()
@@ -68,6 +70,7 @@ def exact_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]
         yield endpoint
 
 
+@pytest.mark.slow
 def test_a_killed_run_that_is_run_again_equals_an_unbroken_one(exact_server: Endpoint, tmp_path: Path) -> None:
     environment = os.environ | exact_server.environment()
     unbroken, killed = tmp_path / "unbroken", tmp_path / "killed"

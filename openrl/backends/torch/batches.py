@@ -1,20 +1,26 @@
-"""Cutting a pass into micro-batches: datums of like length together, under a budget of tokens."""
+"""Cutting a pass into micro-batches under a budget of tokens: datums of one run together, of like length in it."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable, Sequence
 from typing import TypeVar
 
 T = TypeVar("T")
 
 
-def cut(rows: Iterable[T], length: Callable[[T], int], max_tokens: int) -> list[list[T]]:
-    """Micro-batches of about the same size, longest rows first; each holds at most `max_tokens` tokens, or one row.
+def cut(
+    rows: Iterable[T], length: Callable[[T], int], group: Callable[[T], Hashable], max_tokens: int
+) -> list[list[T]]:
+    """Micro-batches of about the same size; each holds at most `max_tokens` tokens, or one row.
 
-    Longest first, so that the largest memory need shows at the start, and so that attention, which alone takes rows
-    side by side, finds rows of like length in each.
+    Groups stay together, those with the longest rows first, and so do rows of like length in each. A micro-batch costs
+    more the more groups (adapters) it has; only what is left of them shares one. Longest first, so that the largest
+    memory need shows at the start; like lengths, because attention takes rows side by side.
     """
-    ordered = sorted(rows, key=length, reverse=True)
+    groups: dict[Hashable, list[T]] = {}
+    for row in sorted(rows, key=length, reverse=True):
+        groups.setdefault(group(row), []).append(row)
+    ordered = [row for members in groups.values() for row in members]
     total = sum(length(row) for row in ordered)
     enough = total / max(1, -(-total // max_tokens))
     batches: list[list[T]] = []

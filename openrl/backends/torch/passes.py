@@ -163,7 +163,7 @@ class PassRunner:
         for backward in (True, False):
             chosen = [work for work in works if work.item.backward is backward]
             rows = [Row(work, index) for work in chosen for index in range(len(work.item.payload.data))]
-            batches += cut(rows, lambda row: row.tokens, max_tokens)
+            batches += cut(rows, lambda row: row.tokens, lambda row: id(row.adapter), max_tokens)
         return [MicroBatch(rows) for rows in batches]
 
     def _attempt(self, batch: MicroBatch, memory: MemoryPlan, casts: Casts) -> list[MicroBatch]:
