@@ -52,7 +52,8 @@ from openrl_recipes.distill.teacher import (
 from openrl_recipes.pig_latin import train as pig_latin
 from openrl_recipes.pig_latin.train import MAX_TOKENS, encode, evaluate
 from openrl_recipes.pig_latin.words import prompt, split
-from openrl_recipes.shared.client import adam, count_tokens, decayed, service_with, shifted
+from openrl_recipes.shared.agreement import sample_each
+from openrl_recipes.shared.client import SentStep, adam, count_tokens, decayed, service_with, shifted
 from openrl_recipes.shared.folder import RunFolder
 from openrl_recipes.shared.grpo import Rollout, policy_gradient_batch, watch
 from openrl_recipes.shared.options import OptionError, run
@@ -204,18 +205,18 @@ def from_soft_targets(student: Student, examples: Sequence[Example]) -> tinker.S
     options, trainer, draw = student.options, student.trainer, random.Random(student.options.seed)
     with progress() as bars:
         bar = bars.add("soft targets", options.soft_steps)
-        on_the_way: list[SentStep] = []
+        on_the_way: list[tuple[SentStep, float]] = []
         for step in range(options.soft_steps):
             chosen = draw.sample(examples, min(options.batch, len(examples)))
             data = soft_targets_batch(chosen)
             sent = time.monotonic()
             forward_backward = trainer.forward_backward(data, "cross_entropy")
             optim = trainer.optim_step(adam(options.soft_lr * decayed(step, options.soft_steps)))
-            on_the_way.append(SentStep(step, forward_backward, optim, entropy(chosen), count_tokens(data), sent))
+            on_the_way.append((SentStep(step, forward_backward, optim, count_tokens(data), sent), entropy(chosen)))
             if step > 0:
-                bar.advance(on_the_way.pop(0).finish(student.folder))
+                bar.advance(finish(*on_the_way.pop(0), student.folder))
         for sent_step in on_the_way:
-            bar.advance(sent_step.finish(student.folder))
+            bar.advance(finish(*sent_step, student.folder))
     return trainer.save_weights_and_get_sampling_client().result()
 
 
@@ -232,7 +233,7 @@ def on_policy(
         for step in range(options.policy_steps):
             began = time.monotonic()
             prompts = student.prompts(draw.sample(words, options.batch))
-            rollouts = sample(policy, prompts, 1000 * (options.seed + 1) + step)
+            rollouts = sample_each(policy, prompts, sampling(1000 * (options.seed + 1) + step))
             scored = score(teacher, rollouts)
             data = reverse_kl_batch(rollouts, scored)
             # The server runs these three in this order; nothing is waited for in between.
@@ -249,32 +250,12 @@ def on_policy(
     return policy
 
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """A step on soft targets whose results are still to come, and the entropy of its targets."""
-
-    step: int
-    forward_backward: tinker.APIFuture[types.ForwardBackwardOutput]
-    optim: tinker.APIFuture[types.OptimStepResponse]
-    entropy: float
-    tokens: int
-    sent: float
-
-    def finish(self, folder: RunFolder) -> str:
-        """Wait for both results and log them; returns a note for the progress bar."""
-        loss = self.forward_backward.result().metrics["loss:sum"]
-        self.optim.result()
-        kl = loss - self.entropy
-        folder.log("distill", self.step, loss=loss, forward_kl=kl, train_tokens=self.tokens, sent=self.sent)
-        return f"forward KL {kl:.3f}"
-
-
-def sample(policy: tinker.SamplingClient, prompts: Sequence[list[int]], seed: int) -> list[Rollout]:
-    """One completion a prompt at temperature 1, all requests in flight together. Their reward is never used."""
-    futures = [policy.sample(types.ModelInput.from_ints(each), 1, sampling(seed)) for each in prompts]
-    sequences = [future.result().sequences[0] for future in futures]
-    pairs = zip(prompts, sequences, strict=True)
-    return [Rollout(each, list(s.tokens), list(s.logprobs or []), "", 0.0) for each, s in pairs]
+def finish(step: SentStep, of_targets: float, folder: RunFolder) -> str:
+    """Wait for a step's results and log them, given its targets' entropy; returns a note for the progress bar."""
+    loss = step.loss()
+    kl = loss - of_targets
+    folder.log("distill", step.step, loss=loss, forward_kl=kl, train_tokens=step.tokens, sent=step.sent)
+    return f"forward KL {kl:.3f}"
 
 
 def sampling(seed: int) -> types.SamplingParams:
@@ -304,7 +285,7 @@ def distances(
     student: Student, policy: tinker.SamplingClient, teacher: tinker.SamplingClient | None, words: Sequence[str]
 ) -> dict[str, float]:
     """On what the policy samples for `words`: sampler from trainer, and student from teacher where there is one."""
-    rollouts = sample(policy, student.prompts(words), student.options.seed)
+    rollouts = sample_each(policy, student.prompts(words), sampling(student.options.seed))
     data = policy_gradient_batch([rollouts])
     values = watch([rollouts], student.trainer.forward(data, "importance_sampling").result())
     return values if teacher is None else values | {"reverse_kl": reverse_kl(rollouts, score(teacher, rollouts))}

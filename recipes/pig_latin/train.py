@@ -29,7 +29,7 @@ from tinker import types
 
 from openrl_recipes.pig_latin.words import answer, pig_latin, prompt, read, similarity, split
 from openrl_recipes.shared.agreement import agreement
-from openrl_recipes.shared.client import adam, count_tokens, decayed, service_with, supervised_batch
+from openrl_recipes.shared.client import SentStep, adam, count_tokens, decayed, service_with, supervised_batch
 from openrl_recipes.shared.folder import RunFolder
 from openrl_recipes.shared.options import run
 from openrl_recipes.shared.progress import progress
@@ -100,27 +100,16 @@ def train(
             optim = trainer.optim_step(adam(options.lr * decayed(step, options.steps)))
             on_the_way.append(SentStep(step, forward_backward, optim, count_tokens(data), sent))
             if step > 0:
-                bar.advance(on_the_way.pop(0).finish(folder))
+                bar.advance(finish(on_the_way.pop(0), folder))
         for sent_step in on_the_way:
-            bar.advance(sent_step.finish(folder))
+            bar.advance(finish(sent_step, folder))
 
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """A training step whose results are still to come: its two futures, its tokens, and when it was sent."""
-
-    step: int
-    forward_backward: tinker.APIFuture[types.ForwardBackwardOutput]
-    optim: tinker.APIFuture[types.OptimStepResponse]
-    tokens: int
-    sent: float
-
-    def finish(self, folder: RunFolder) -> str:
-        """Wait for both results and log them; returns a note for the progress bar."""
-        loss = self.forward_backward.result().metrics["loss:sum"]
-        self.optim.result()
-        folder.log("sft", self.step, loss=loss, train_tokens=self.tokens, sent=self.sent)
-        return f"loss {loss:.3f}"
+def finish(step: SentStep, folder: RunFolder) -> str:
+    """Wait for a step's results and log them; returns a note for the progress bar."""
+    loss = step.loss()
+    folder.log("sft", step.step, loss=loss, train_tokens=step.tokens, sent=step.sent)
+    return f"loss {loss:.3f}"
 
 
 def evaluate(

@@ -20,9 +20,17 @@ def agreement(
 
     `params` must be at temperature 1, for which alone the two compute the same logprobs.
     """
-    futures = [policy.sample(types.ModelInput.from_ints(list(prompt)), 1, params) for prompt in prompts]
-    groups: list[list[Rollout]] = []
-    for prompt, future in zip(prompts, futures, strict=True):
-        sequence = future.result().sequences[0]
-        groups.append([Rollout(list(prompt), list(sequence.tokens), list(sequence.logprobs or []), "", 0.0)])
+    groups = [[rollout] for rollout in sample_each(policy, prompts, params)]
     return watch(groups, trainer.forward(policy_gradient_batch(groups), "importance_sampling").result())
+
+
+def sample_each(
+    policy: tinker.SamplingClient, prompts: Sequence[Sequence[int]], params: types.SamplingParams
+) -> list[Rollout]:
+    """One completion a prompt, all requests in flight together; without text and reward, which nobody asks for."""
+    futures = [policy.sample(types.ModelInput.from_ints(list(prompt)), 1, params) for prompt in prompts]
+    sequences = [future.result().sequences[0] for future in futures]
+    return [
+        Rollout(list(prompt), list(sequence.tokens), list(sequence.logprobs or []), "", 0.0)
+        for prompt, sequence in zip(prompts, sequences, strict=True)
+    ]

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
+from dataclasses import dataclass
 from typing import Any
 
 import tinker
@@ -44,6 +45,23 @@ def supervised_batch(pairs: Sequence[tuple[Sequence[int], Sequence[int]]]) -> li
     """A datum a (prompt, answer) pair; weights on the answers, such that the summed loss is a mean a token."""
     total = sum(len(answer) for _, answer in pairs)
     return [shifted(prompt, answer, weights=[1 / total] * len(answer)) for prompt, answer in pairs]
+
+
+@dataclass(frozen=True, slots=True)
+class SentStep:
+    """A training step on its way: its number, its two futures, its tokens, and when it was sent."""
+
+    step: int
+    forward_backward: tinker.APIFuture[types.ForwardBackwardOutput]
+    optim: tinker.APIFuture[types.OptimStepResponse]
+    tokens: int
+    sent: float
+
+    def loss(self) -> float:
+        """Wait for both results; the summed loss."""
+        loss = self.forward_backward.result().metrics["loss:sum"]
+        self.optim.result()
+        return loss
 
 
 def adam(learning_rate: float) -> types.AdamParams:

@@ -13,6 +13,7 @@ import sqlite3
 import time
 from collections import Counter
 from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 from types import TracebackType
@@ -167,16 +168,15 @@ _REFUSALS = (sqlite3.Error, sqlite3.Warning, ValueError, MemoryError, OverflowEr
 def _open(database: Database) -> sqlite3.Connection:
     """The filled database, not locked yet. A file is opened read-only and must not change meanwhile."""
     uri = f"{Path(database.file).absolute().as_uri()}?mode=ro&immutable=1" if database.file else ":memory:"
-    connection = sqlite3.connect(uri, uri=bool(database.file), isolation_level=None, check_same_thread=False)
-    try:
+    with ExitStack() as undo:
+        connection = sqlite3.connect(uri, uri=bool(database.file), isolation_level=None, check_same_thread=False)
+        undo.callback(connection.close)
         if database.file:  # real data sets hold texts in other encodings
             connection.text_factory = lambda text: text.decode(errors="replace")
             connection.execute("PRAGMA cache_size = -500")  # kB; a worker keeps many files open
         _fill(connection, database)
-    except BaseException:
-        connection.close()
-        raise
-    return connection
+        undo.pop_all()
+        return connection
 
 
 def _fill(connection: sqlite3.Connection, database: Database) -> None:

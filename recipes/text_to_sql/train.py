@@ -30,9 +30,8 @@ from pathlib import Path
 
 import tinker
 from rich.console import Console
-from tinker import types
 
-from openrl_recipes.shared.client import adam, count_tokens, decayed, service_with, supervised_batch
+from openrl_recipes.shared.client import SentStep, adam, count_tokens, decayed, service_with, supervised_batch
 from openrl_recipes.shared.folder import RunFolder
 from openrl_recipes.shared.options import run as run_command
 from openrl_recipes.shared.progress import Bar, progress
@@ -114,27 +113,16 @@ def supervised(run: Run) -> None:
         on_the_way.append(SentStep(step + 1, forward_backward, optim, count_tokens(data), sent))
         point = bool(options.save_every) and (step + 1) % options.save_every == 0
         while len(on_the_way) > (0 if point or step + 1 == options.sft_steps else 1):
-            on_the_way.pop(0).finish(run, bar)
+            finish_step(run, on_the_way.pop(0), bar)
         if point and step + 1 < options.sft_steps:
             run.reached("sft", step + 1)
 
 
-@dataclass(frozen=True, slots=True)
-class SentStep:
-    """A supervised step on its way: its two futures, its tokens, and when it was sent."""
-
-    step: int
-    forward_backward: tinker.APIFuture[types.ForwardBackwardOutput]
-    optim: tinker.APIFuture[types.OptimStepResponse]
-    tokens: int
-    sent: float
-
-    def finish(self, run: Run, bar: Bar) -> None:
-        """Wait for both results and log them."""
-        loss = self.forward_backward.result().metrics["loss:sum"]
-        self.optim.result()
-        run.folder.log("sft", self.step, loss=loss, train_tokens=self.tokens, sent=self.sent)
-        bar.advance(f"loss {loss:.3f}")
+def finish_step(run: Run, step: SentStep, bar: Bar) -> None:
+    """Wait for a step's results and log them."""
+    loss = step.loss()
+    run.folder.log("sft", step.step, loss=loss, train_tokens=step.tokens, sent=step.sent)
+    bar.advance(f"loss {loss:.3f}")
 
 
 if __name__ == "__main__":

@@ -89,8 +89,12 @@ class FusedBackbone:
         if adapters is None:
             return y
         y = y.float()
-        adapters.add(y, narrow if adapters.dtype is self._dtype else x.to(adapters.dtype), layer, place)
+        self._adapt(y, x, narrow, adapters, layer, place)
         return y
+
+    def _adapt(self, y: Tensor, x: Tensor, narrow: Tensor, adapters: LowRank, layer: int, place: int) -> None:
+        """Add what the adapters say of x, which is `narrow` in the compute dtype, to float32 y in place."""
+        adapters.add(y, narrow if adapters.dtype is self._dtype else x.to(adapters.dtype), layer, place)
 
     def _add(
         self,
@@ -109,4 +113,4 @@ class FusedBackbone:
         narrow = inner.to(self._dtype)
         x.add_(joint.run(narrow))
         if adapters is not None:
-            adapters.add(x, narrow if adapters.dtype is self._dtype else inner.to(adapters.dtype), layer, place)
+            self._adapt(x, inner, narrow, adapters, layer, place)
