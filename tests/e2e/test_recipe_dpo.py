@@ -20,7 +20,7 @@ def test_preferences_over_some_pairs_rank_others_right(
 ) -> None:
     for name, value in smol_server.environment().items():
         monkeypatch.setenv(name, value)
-    summary = main(Options(model=SMOL, steps=8, batch=6, eval_pairs=24, out=str(tmp_path)))
+    summary = main(Options(model=SMOL, steps=8, batch=6, eval_pairs=24, eval_every=8, out=str(tmp_path)))
     assert summary.accuracy >= 0.8
 
     records = read_lines(tmp_path / "metrics.jsonl")
