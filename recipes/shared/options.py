@@ -46,18 +46,6 @@ def parse(options: type[T], arguments: Sequence[str]) -> T:
         raise OptionError(error.format_message()) from None
 
 
-def flags(options: object, *, without: Sequence[str] = ()) -> list[str]:
-    """The command line that gives these options back, for those that differ from their defaults."""
-    words: list[str] = []
-    for field in dataclasses.fields(options):  # pyright: ignore[reportArgumentType]
-        value = getattr(options, field.name)
-        if value == field.default or field.name in without:
-            continue
-        flag = field.name.replace("_", "-")
-        words += [f"--{flag}" if value else f"--no-{flag}"] if isinstance(value, bool) else [f"--{flag}", str(value)]
-    return words
-
-
 def _app(call: Callable[[dict[str, Any]], object], options: type[Any], text: str) -> typer.Typer:
     """A typer app of one command with a flag for every field."""
 
