@@ -32,19 +32,9 @@ def test_without_flags_every_option_has_its_default() -> None:
 
 
 def test_every_option_has_a_flag_and_a_switch_two() -> None:
-    words = [
-        "--model",
-        "other/model",
-        "--steps",
-        "3",
-        "--sft-lr",
-        "2.5e-5",
-        "--loss",
-        "cispo",
-        "--tensorboard",
-        "--no-keep-best",
-    ]
-    assert parse(Options, words) == Options("other/model", 3, 2.5e-5, "cispo", True, False)
+    words = ["--model", "other/model", "--steps", "3", "--sft-lr", "2.5e-5", "--loss", "cispo"]
+    options = Options("other/model", 3, 2.5e-5, "cispo", tensorboard=True, keep_best=False)
+    assert parse(Options, [*words, "--tensorboard", "--no-keep-best"]) == options
 
 
 @pytest.mark.parametrize(
