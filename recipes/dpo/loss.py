@@ -4,6 +4,10 @@
 
 `p` is the policy, `ref` the model it started from. beta * (log p - log ref) is the implicit reward of an answer: DPO
 raises that of the chosen answer over that of the rejected one.
+
+Alone it cares for the difference only: both answers may become unlikely, and what the model writes may be a third
+thing. So the chosen answer's own negative logprob a token is added, as in Pang et al., "Iterative Reasoning
+Preference Optimization" (arXiv:2404.19733).
 """
 
 from __future__ import annotations
@@ -28,6 +32,12 @@ def dpo_loss(policy: torch.Tensor, reference: torch.Tensor, beta: float) -> torc
     """Mean loss over pairs; `policy` and `reference` are logprobs of answers, (pairs, 2): chosen, rejected."""
     rewards = beta * (policy - reference)
     return -F.logsigmoid(rewards[:, 0] - rewards[:, 1]).mean()
+
+
+def chosen_nll(policy: torch.Tensor, data: Sequence[types.Datum]) -> torch.Tensor:
+    """Mean over pairs of the chosen answers' negative logprob a token; `policy` and `data` as above."""
+    lengths = torch.stack([datum.loss_fn_inputs["weights"].to_torch().sum() for datum in data[::2]])
+    return -(policy[:, 0] / lengths).mean()
 
 
 def measures(policy: torch.Tensor, reference: torch.Tensor, beta: float) -> dict[str, float]:

@@ -56,7 +56,7 @@ class Options:
     tensorboard: Annotated[bool, "write TensorBoard event files, too"] = False
     task: Annotated[TaskName, "what to learn"] = "arithmetic"
     data: Annotated[str, "for gsm8k, instead of the hub: a .jsonl file or a folder with train.jsonl, test.jsonl"] = ""
-    steps: Annotated[int, "training steps"] = 24
+    steps: Annotated[int, "training steps"] = 16
     groups: Annotated[int, "problems a step"] = 8
     samples: Annotated[int, "tries at a problem"] = 8
     lr: Annotated[float, "learning rate"] = 3e-4

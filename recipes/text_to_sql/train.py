@@ -12,7 +12,7 @@ shows.
 
 SFT alone, to the end (Gemma 3 270M has never seen a chat; the prompt is plain text that ends in SELECT):
 
-    python -m openrl_recipes.text_to_sql.train --model google/gemma-3-270m --stages sft --sft-steps 36
+    openrl recipe run text_to_sql model=google/gemma-3-270m stages=sft sft_steps=64 sft_batch=8
 
 On a GPU, with Spider in a folder, and the next batch sampled while a step trains:
 

@@ -9,7 +9,7 @@ import torch
 from tinker import types
 
 from openrl_recipes.dpo.chat import Chat
-from openrl_recipes.dpo.loss import answer_logprobs, dpo_loss, measures
+from openrl_recipes.dpo.loss import answer_logprobs, chosen_nll, dpo_loss, measures
 from openrl_recipes.dpo.preferences import is_brief, is_correct, pairs
 from openrl_recipes.shared.client import shifted
 from openrl_recipes.shared.options import OptionError
@@ -61,6 +61,17 @@ def test_logprobs_of_the_answers_alone_are_summed_and_paired() -> None:
     data = [shifted([1, 2, 3], answer, weights=[1.0] * len(answer)) for answer in ([4, 5], [6], [7], [8, 9])]
     rows = [torch.tensor(row) for row in ([-9.0, -9, -1, -2], [-9.0, -9, -4], [-9.0, -9, -8], [-9.0, -9, -16, -32])]
     assert answer_logprobs(data, rows).tolist() == [[-3, -4], [-8, -48]]
+
+
+def test_the_chosen_answers_count_a_token_whatever_their_length() -> None:
+    """Chosen answers of two tokens and of one: (10 / 2 + 4 / 1) / 2; the rejected ones do not count."""
+    data = [shifted([1, 2, 3], answer, weights=[1.0] * len(answer)) for answer in ([4, 5], [6], [7], [8, 9, 9])]
+    policy = POLICY.clone().requires_grad_()
+    loss = chosen_nll(policy, data)
+    loss.backward()
+    assert float(loss.detach()) == 4.5
+    assert policy.grad is not None
+    assert policy.grad.tolist() == [[-0.25, 0.0], [-0.5, 0.0]]
 
 
 # ---- the pairs ----

@@ -133,7 +133,7 @@ def test_the_recipe_learns_to_be_brief_and_says_how_far_it_went(model: Model, tm
 
     records = read_lines(tmp_path / "metrics.jsonl")
     steps = [r for r in records if r["stage"] == "dpo"]
-    assert steps[0]["loss"] == pytest.approx(math.log(2))
+    assert steps[0]["loss"] == pytest.approx(math.log(2) - PER_TOKEN)  # of the pairs, and of the chosen answers
     assert (steps[0]["reward_margin"], steps[0]["train_score"]) == (0, 0.5)
     losses = [r["loss"] for r in steps]
     assert losses == sorted(losses, reverse=True)
