@@ -29,17 +29,17 @@ RECIPES = (
         "text_to_sql",
         "Questions to SQL, scored by running it: SFT, then GRPO.",
         "openrl_recipes.text_to_sql.train",
-        minutes=15,
+        minutes=13,
     ),
-    Recipe("rlvr", "Rewards that a program can check, without any SFT: GRPO.", "openrl_recipes.rlvr.train", minutes=6),
+    Recipe("rlvr", "Rewards that a program can check, without any SFT: GRPO.", "openrl_recipes.rlvr.train", minutes=4),
     Recipe(
-        "distill", "A small student learns from what a teacher finds likely.", "openrl_recipes.distill.train", minutes=4
+        "distill", "A small student learns from what a teacher finds likely.", "openrl_recipes.distill.train", minutes=3
     ),
     Recipe(
         "dpo",
         "From pairs of better and worse answers, by a custom loss.",
         "openrl_recipes.dpo.train",
-        minutes=3,
+        minutes=2,
     ),
 )
 

@@ -1,6 +1,6 @@
 """Distillation: a small student learns from what a teacher finds likely, on words without answers.
 
-    openrl recipe run distill                    # starts a server if none answers; under four minutes on two CPU cores
+    openrl recipe run distill                    # starts a server if none answers; three minutes on two CPU cores
     python -m openrl_recipes.distill.train       # the same against the server that TINKER_BASE_URL names
 
 The task is pig latin (see `openrl_recipes.pig_latin`). The teacher, of LoRA rank 32, is trained on one half of the

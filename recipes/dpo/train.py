@@ -1,6 +1,6 @@
 """Direct preference optimisation (DPO): show the model pairs of answers, and which of the two is better.
 
-    openrl recipe run dpo                        # starts a server if none answers; three minutes on two CPU cores
+    openrl recipe run dpo                        # starts a server if none answers; two minutes on two CPU cores
     python -m openrl_recipes.dpo.train           # the same against the server that TINKER_BASE_URL names
 
 Asked for the capital of Peru, the model says "The capital of Peru is Lima." We would rather have "Lima". Nobody samples

@@ -1,6 +1,6 @@
 """GRPO in its plainest form: reinforcement learning on rewards that a program checks, without any fine-tuning before.
 
-    openrl recipe run rlvr                       # starts a server if none answers; seven minutes on two CPU cores
+    openrl recipe run rlvr                       # starts a server if none answers; four minutes on two CPU cores
     python -m openrl_recipes.rlvr.train          # the same against the server that TINKER_BASE_URL names
     openrl recipe run rlvr --task record         # or gsm8k, on a larger model and a GPU
 
