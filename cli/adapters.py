@@ -12,6 +12,7 @@ from pathlib import Path
 from openrl.checkpoints.archive import write_archive
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.foreign import read_foreign, write_training
+from openrl.checkpoints.full import model_files
 from openrl.checkpoints.layout import NAME_PATTERN, Address, new_folder
 from openrl.checkpoints.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter
 from openrl.errors import BadRequest, ModelError
@@ -19,7 +20,7 @@ from openrl.models import folders, linear, store
 from openrl.models.info import MAX_LORA_RANK
 from openrl.settings import Settings
 from openrl.store.records import Checkpoint
-from openrl.types import CheckpointKind, RunId
+from openrl.types import CheckpointKind, FullSpec, RunId
 
 _FALLBACK_NAME = "imported"
 
@@ -54,16 +55,33 @@ def _writer(
     checkpoint: Checkpoint, source: Path, form: Form, base: str | None, settings: Settings
 ) -> Callable[[Path], None]:
     """What fills the new folder."""
-    if form is Form.PEFT:
-        return lambda into: _copy_adapter(source, into)
     if form is Form.ARCHIVE:
         return lambda into: write_archive(source, into / f"{checkpoint.name}.tar")
+    if isinstance(checkpoint.spec, FullSpec):
+        return _model_writer(checkpoint, source, form)
+    if form is Form.PEFT:
+        return lambda into: _copy_adapter(source, into)
     model = base_folder(base or checkpoint.base_model, settings)
 
     def write(into: Path) -> None:
         from openrl.models.merge import merge  # brings torch
 
         merge(model, read_adapter(source), into)
+
+    return write
+
+
+def _model_writer(checkpoint: Checkpoint, source: Path, form: Form) -> Callable[[Path], None]:
+    """For a run that trained all parameters, whose checkpoint is the whole model: there is nothing to merge."""
+    if form is Form.PEFT:
+        raise BadRequest(
+            f"{checkpoint.path} is of a run that trained all parameters: it holds the whole model and no adapter.",
+            "Export it with --as merged, which copies the model's files, or with --as archive.",
+        )
+
+    def write(into: Path) -> None:
+        for path in model_files(source):
+            shutil.copyfile(path, into / path.name)
 
     return write
 

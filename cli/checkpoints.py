@@ -205,9 +205,8 @@ def _table(found: list[Checkpoint]) -> Table:
     for c in found:
         expires = "never" if c.expires_at is None else _when(c.expires_at)
         size, made = console.size(c.size_bytes), _when(c.created_at)
-        table.add_row(
-            Text(c.path), Text(c.base_model), str(c.spec.rank), size, made, expires, "yes" if c.public else "no"
-        )
+        rank = "full" if c.spec.rank is None else str(c.spec.rank)
+        table.add_row(Text(c.path), Text(c.base_model), rank, size, made, expires, "yes" if c.public else "no")
     return table
 
 

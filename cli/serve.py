@@ -10,7 +10,7 @@ import typer
 from rich.text import Text
 
 from openrl import apikey
-from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady, ServeEvent, Stopping
+from openrl.app_events import Listening, ModelFailed, ModelPostponed, ModelProgress, ModelReady, ServeEvent, Stopping
 from openrl.errors import OpenRLError, SettingsError
 from openrl.models import catalog
 from openrl.models.catalog import Kind
@@ -30,6 +30,13 @@ Models = Annotated[
     _option(
         "--model",
         text="Embedded model, folder, .gguf file or hub id; may be repeated. Default: smollm2-135m-instruct.",
+    ),
+]
+AllowModels = Annotated[
+    list[str] | None,
+    _option(
+        "--allow-models",
+        text="PATTERN (Qwen/*, local/*, *): load base models that clients name, on their first use; may be repeated.",
     ),
 ]
 Aliases = Annotated[
@@ -55,6 +62,15 @@ Dtype = Annotated[
 Threads = Annotated[
     str | None, _option("--threads", text="CPU threads of a worker; 0 means physical cores. Default: 0.")
 ]
+Sampler = Annotated[
+    str | None,
+    _option("--sampler", text="auto, engine or vllm: what draws samples (docs/vllm.md). Default: auto."),
+]
+VllmPython = Annotated[str | None, _option("--vllm-python", text="A Python that has vLLM, if it is not this one.")]
+VllmMemory = Annotated[
+    str | None, _option("--vllm-memory-fraction", text="Share of its GPU's memory that vLLM takes. Default: 0.45.")
+]
+VllmGpu = Annotated[str | None, _option("--vllm-gpu", text="Number of the GPU that vLLM has, if not training's.")]
 NoAuth = Annotated[bool, _option("--no-auth", text="Take calls without the API key (on loopback only).")]
 KeysFile = Annotated[str | None, _option("--keys-file", text="TOML file with further API keys (docs/security.md).")]
 SharedKey = Annotated[
@@ -67,6 +83,7 @@ TlsKey = Annotated[str | None, _option("--tls-key", text="The certificate's priv
 
 def serve(
     model: Models = None,
+    allow_models: AllowModels = None,
     alias: Aliases = None,
     backend: Backend = None,
     remote: Remote = None,
@@ -77,6 +94,10 @@ def serve(
     data_dir: options.DataDir = None,
     dtype: Dtype = None,
     threads: Threads = None,
+    sampler: Sampler = None,
+    vllm_python: VllmPython = None,
+    vllm_memory_fraction: VllmMemory = None,
+    vllm_gpu: VllmGpu = None,
     no_auth: NoAuth = False,
     keys_file: KeysFile = None,
     allow_shared_key: SharedKey = False,
@@ -90,6 +111,7 @@ def serve(
     """
     flags: dict[str, object] = {
         "models": model or None,
+        "allow_models": allow_models or None,
         "aliases": alias or None,
         "engine.backend": backend,
         "remote.name": remote,
@@ -100,6 +122,10 @@ def serve(
         "data_dir": data_dir,
         "engine.dtype": dtype,
         "engine.threads": threads,
+        "engine.sampler": sampler,
+        "engine.vllm_python": vllm_python,
+        "engine.vllm_memory_fraction": vllm_memory_fraction,
+        "engine.vllm_gpu": vllm_gpu,
         "server.auth": "off" if no_auth else None,
         "server.keys_file": keys_file,
         "server.shared_key": "allow" if allow_shared_key else None,
@@ -162,6 +188,10 @@ class Display:
             case ModelFailed(name, message):
                 self._bars.finish(name)
                 console.err.print(Text.assemble(("not served: ", "bold red"), f"{name}: {message}"), soft_wrap=True)
+            case ModelPostponed(name):
+                console.err.print(
+                    f"{name} is loaded on its first use: it does not fit beside the others", soft_wrap=True
+                )
             case Stopping():
                 self._bars.close()
                 console.err.print("stopping: running work ends first; Ctrl-C again ends at once")
@@ -183,7 +213,10 @@ def served(settings: Settings) -> str:
 
         remote = find_remote(settings.remote)
         return f"what {remote.name} serves" + ("" if remote.name == remote.url else f" ({remote.url})")
-    names = ", ".join(name for spec in settings.models for name in (spec.name, *spec.aliases))
+    parts = [name for spec in settings.models for name in (spec.name, *spec.aliases)]
+    if settings.allow_models:
+        parts.append(f"what clients name of {', '.join(settings.allow_models)}")
+    names = ", ".join(parts)
     routes = ", ".join(f"{pattern} from {name}" for pattern, name in settings.remote.routes.items())
     return f"{names}; {routes}" if routes else names
 
@@ -194,7 +227,9 @@ def export_lines(settings: Settings, key: str, url: str) -> list[str]:
     if settings.engine.backend == "remote":
         lines.append(f"# for tokenizers of models that no hub has:  export HF_ENDPOINT={url}/hf")
         return lines
-    if any(spec.aliases or catalog.kind(spec.source) is not Kind.HUB for spec in settings.models):
+    if settings.allow_models or any(
+        spec.aliases or catalog.kind(spec.source) is not Kind.HUB for spec in settings.models
+    ):
         lines.append("export HF_HUB_OFFLINE=1  # tokenizers are in the local cache: load them without asking the hub")
     if not is_loopback(settings.server.host):
         lines.append(f"# on another machine, instead of HF_HUB_OFFLINE:  export HF_ENDPOINT={url}/hf")
@@ -205,7 +240,8 @@ def _ready_line(event: ModelReady) -> str:
     report = event.report
     memory = f"{report.memory_bytes / (1 << 30):.1f} GiB"
     place = f"{report.device} ({report.dtype}, {report.threads} threads, {memory})"
-    return f"{event.name} on {place} after {event.seconds:.1f} s"
+    sampler = f", sampling with {report.sampler}" if report.sampler else ""
+    return f"{event.name} on {place}{sampler} after {event.seconds:.1f} s"
 
 
 class _TerminalLog(logging.Handler):

@@ -6,7 +6,7 @@ import time
 from typing import Any
 
 from rich.console import Group
-from rich.table import Table
+from rich.table import Column, Table
 from rich.text import Text
 
 from openrl_cli import console
@@ -22,6 +22,7 @@ def shown(picture: dict[str, Any]) -> Group:
         *[Text(_remote(link)) for link in [picture.get("remote"), *picture.get("remotes", [])] if link],
         Text(f"waiting: {queue['train']} training requests, {queue['sample']} samples"),
         _models(picture["models"]),
+        *[Text(_sampler(model)) for model in picture["models"] if model.get("sampler") and not model["alias_of"]],
         *([_sessions(sessions)] if sessions else []),
         _runs(picture["runs"]) if picture["runs"] else Text("no runs"),
     )
@@ -38,14 +39,38 @@ def _remote(link: dict[str, Any]) -> str:
 
 
 def _models(models: list[dict[str, Any]]) -> Table:
-    table = Table("model", "state", "backend", "device", "dtype", "busy", "now")
+    named = Column("model", overflow="fold", min_width=24)  # never so narrow that it cannot be read
+    table = Table(named, "state", "memory", "last used", "device", "busy", "now")
     for model in models:
-        name = f"{model['name']} (alias of {model['alias_of']})" if model["alias_of"] else model["name"]
+        shown = f"{model['name']} (alias of {model['alias_of']})" if model["alias_of"] else model["name"]
         state = f"{model['state']}: {model['detail']}" if model["detail"] else model["state"]
         busy = f"{model['busy']:.0%}" if model.get("busy") is not None else ""
-        cells = (name, state, *(str(model[key] or "") for key in ("backend", "device", "dtype")), busy, _now(model))
-        table.add_row(*map(Text, cells))
+        table.add_row(*map(Text, (shown, state, _memory(model), _last_used(model), _device(model), busy, _now(model))))
     return table
+
+
+def _device(model: dict[str, Any]) -> str:
+    """Where and how it computes: `torch: cpu, bfloat16`."""
+    place = ", ".join(str(model[key]) for key in ("device", "dtype") if model[key])
+    return f"{model['backend']}: {place}" if model["backend"] else place
+
+
+def _memory(model: dict[str, Any]) -> str:
+    """What a loaded model holds, or what one that is not loaded would take."""
+    held, needed = model.get("memory_bytes"), model.get("needed_bytes")
+    return console.size(held) if held else f"needs {console.size(needed)}" if needed else ""
+
+
+def _last_used(model: dict[str, Any]) -> str:
+    at = model.get("last_used_at")
+    return "" if at is None else f"{console.duration(max(0.0, time.time() - at))} ago"
+
+
+def _sampler(model: dict[str, Any]) -> str:
+    """A sampler in a process of its own: `local/tiny samples with vLLM 0.32.0: ready, cpu, started again 2 times`."""
+    sampler = model["sampler"]
+    again = f", started again {_count(sampler['restarts'], 'time')}" if sampler["restarts"] else ""
+    return f"{model['name']} samples with {sampler['engine']}: {sampler['state']}, {sampler['detail']}{again}"
 
 
 def _now(model: dict[str, Any]) -> str:
@@ -85,7 +110,8 @@ def _sessions(sessions: list[dict[str, Any]]) -> Table:
 def _runs(runs: list[dict[str, Any]]) -> Table:
     table = Table("run", "base model", "state", "rank", "next request", "queued")
     for run in runs:
-        table.add_row(*(Text(str(run[key])) for key in ("id", "base_model", "state", "rank", "next_seq", "queued")))
+        shown = {**run, "rank": "full" if run["rank"] is None else run["rank"]}
+        table.add_row(*(Text(str(shown[key])) for key in ("id", "base_model", "state", "rank", "next_seq", "queued")))
     return table
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import logging
+import re
 import socket
 from collections.abc import AsyncGenerator, Callable
 from contextlib import asynccontextmanager
@@ -14,22 +15,25 @@ import uvicorn
 from starlette.applications import Starlette
 
 from openrl import tls
-from openrl.app_events import Listening, ModelFailed, ModelProgress, ModelReady, ServeEvent, Stopping
+from openrl.app_events import Listening, ModelFailed, ModelPostponed, ModelProgress, ModelReady, ServeEvent, Stopping
+from openrl.backends.base import VllmSpec
 from openrl.backends.registry import check_backend, runs_custom_losses
 from openrl.backends.remote.app import create_remote_app
 from openrl.backends.remote.mixed.service import MixedService
 from openrl.backends.remote.service import RemoteService, find_remote, folder_of
 from openrl.daemon.daemon import Daemon
+from openrl.daemon.memory import Memory
 from openrl.daemon.models import Model, ModelPool
 from openrl.graceful import GracefulServer, Service
 from openrl.instance import Owner, owning
+from openrl.models.allowed import Allowed
 from openrl.models.hub_files import HubFiles
-from openrl.models.info import describe
+from openrl.models.info import available_memory, check_fits, describe, memory_needed
 from openrl.models.store import locate
 from openrl.server.app import create_app, limits_of
 from openrl.server.connections import fitting_connections, patient
 from openrl.server.signing import signing_key
-from openrl.settings import ServerSettings, Settings
+from openrl.settings import EngineSettings, ServerSettings, Settings
 from openrl.types import ModelInfo, ModelSpec
 from openrl.wire import bodies
 from openrl.workers.local import LocalWorker
@@ -72,34 +76,69 @@ def _serve_a_remote(settings: Settings, api_key: str, on_event: OnEvent) -> int:
         return asyncio.run(run())
 
 
-def build(settings: Settings, on_event: OnEvent) -> Daemon:
-    """A daemon for these settings, not yet started."""
+def build(settings: Settings, on_event: OnEvent, hub_files: HubFiles | None = None) -> Daemon:
+    """A daemon for these settings, not yet started. `hub_files` will have what models it serves later on, too."""
 
     def new_worker(spec: ModelSpec) -> LocalWorker:
-        engine = settings.engine
-        return LocalWorker(
-            WorkerSpec(
-                model=spec,
-                data_dir=settings.data_dir,
-                backend=engine.backend,
-                dtype=engine.dtype,
-                threads=engine.threads,
-                max_batch_tokens=engine.max_batch_tokens,
-                max_sample_rows=engine.max_sample_rows,
-                max_kv_tokens=engine.max_kv_tokens,
-                prefix_cache_tokens=engine.prefix_cache_tokens,
-            )
-        )
+        return LocalWorker(worker_spec(settings, spec))
 
     def known(spec: ModelSpec) -> ModelInfo | None:
         folder = locate(spec, settings.data_dir)
         return None if folder is None else describe(folder)
 
-    pool = ModelPool(settings.models, new_worker, known)
+    async def fetch(spec: ModelSpec, on_news: Callable[[Progress], None]) -> None:
+        await new_worker(spec).fetch(lambda news: on_news(news) if isinstance(news, Progress) else None)
+
+    allowed = Allowed(settings.allow_models, settings.data_dir) if settings.allow_models else None
+    pool = ModelPool(settings.models, new_worker, known, fetch, allowed, _memory(settings.engine))
+    if hub_files is not None:
+        pool.listener.admitted = hub_files.add
+        for model in pool.models.values():
+            hub_files.add(model.spec)
     pool.listener.progress = lambda model, progress: on_event(_progress(model, progress))
     pool.listener.ready = lambda model, seconds: on_event(_ready(model, seconds))
+    pool.listener.postponed = lambda model: on_event(ModelPostponed(model.name))
     pool.listener.failed = lambda model: on_event(ModelFailed(model.name, model.detail))
     return Daemon(settings, pool, bodies, custom_losses=runs_custom_losses(settings.engine.backend))
+
+
+def _memory(engine: EngineSettings) -> Memory:
+    """What base models may have, and what each needs in the type that is set."""
+    return Memory(
+        engine.model_memory_bytes,
+        needed=lambda info: memory_needed(info, engine.dtype),
+        available=available_memory,
+        check=lambda name, info, room: check_fits(name, info, engine.dtype, room),
+    )
+
+
+def worker_spec(settings: Settings, spec: ModelSpec) -> WorkerSpec:
+    """What the worker of a model is told."""
+    engine = settings.engine
+    return WorkerSpec(
+        model=spec,
+        data_dir=settings.data_dir,
+        backend=engine.backend,
+        dtype=engine.dtype,
+        threads=engine.threads,
+        max_batch_tokens=engine.max_batch_tokens,
+        max_sample_rows=engine.max_sample_rows,
+        max_kv_tokens=engine.max_kv_tokens,
+        prefix_cache_tokens=engine.prefix_cache_tokens,
+        sampler=engine.sampler,
+        vllm=_vllm(settings, spec),
+    )
+
+
+def _vllm(settings: Settings, model: ModelSpec) -> VllmSpec:
+    engine = settings.engine
+    return VllmSpec(
+        scratch=settings.data_dir / "vllm" / re.sub(r"[^\w.-]+", "--", model.name),
+        python=engine.vllm_python,
+        memory_fraction=engine.vllm_memory_fraction,
+        gpu=engine.vllm_gpu,
+        hang_seconds=engine.vllm_hang_seconds,
+    )
 
 
 def _progress(model: Model, progress: Progress) -> ModelProgress:
@@ -129,8 +168,8 @@ def _listen(host: str, port: int) -> socket.socket:
 
 
 async def _serve(settings: Settings, api_key: str, on_event: OnEvent, listener: socket.socket, owner: Owner) -> int:
-    daemon = build(settings, on_event)
     hub_files = HubFiles(settings.models, settings.data_dir, settings.hub.datasets_dir)
+    daemon = build(settings, on_event, hub_files)
     secret = signing_key(settings.data_dir)
     if not settings.remote.routes:
         app = create_app(daemon, settings.server, api_key, secret, hub_files)

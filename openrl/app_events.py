@@ -40,8 +40,15 @@ class ModelFailed:
 
 
 @dataclass(frozen=True, slots=True)
+class ModelPostponed:
+    """The model does not fit beside those before it: it is loaded on its first use, by turns with them."""
+
+    name: str
+
+
+@dataclass(frozen=True, slots=True)
 class Stopping:
     """The first signal came; running work ends, a second signal ends at once."""
 
 
-ServeEvent = Listening | ModelProgress | ModelReady | ModelFailed | Stopping
+ServeEvent = Listening | ModelProgress | ModelReady | ModelFailed | ModelPostponed | Stopping

@@ -121,3 +121,7 @@ class ModelError(OpenRLError):
     """A model cannot be found, fetched, converted, or served by this backend or machine."""
 
     category: Category = "user"
+
+
+class NoRoom(ModelError):
+    """A model does not fit into the memory that is there now."""

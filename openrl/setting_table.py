@@ -45,8 +45,16 @@ SETTINGS: tuple[Setting, ...] = (
         "models",
         Names(f"one or more of: {catalog.legal_sources()}"),
         (catalog.DEFAULT.name,),
-        "The base models to serve.",
+        "The base models to serve. By default this one, and none if `allow_models` is given.",
         "--model",
+    ),
+    Setting(
+        "allow_models",
+        Names("one or more patterns of names (`*`, `?`), such as `Qwen/*`"),
+        None,
+        "Further base models that clients may name: hub ids, embedded models and those in the model store"
+        " (docs/models.md). They are fetched and loaded when they are first used.",
+        "--allow-models",
     ),
     Setting(
         "aliases",
@@ -132,7 +140,67 @@ SETTINGS: tuple[Setting, ...] = (
         "Type that the base model's weights are held and multiplied in.",
         "--dtype",
     ),
-    Setting("engine.threads", Integer(0, 1024), 0, "CPU threads of a worker; 0 means physical cores.", "--threads"),
+    Setting(
+        "engine.threads",
+        Integer(0, 1024),
+        0,
+        "CPU threads that base models use, shared by those that work at the same time; 0 means physical cores.",
+        "--threads",
+    ),
+    Setting(
+        "engine.model_memory_bytes",
+        Integer(0, _ANY),
+        0,
+        "Memory for all base models together, in bytes; 0 means what the device, or else the machine, has.",
+    ),
+    Setting(
+        "engine.model_turn_seconds",
+        Number(0, math.inf),
+        60.0,
+        "Seconds for which a base model that has work keeps its memory while another one needs it; never less than it"
+        " took to load.",
+    ),
+    Setting(
+        "engine.model_idle_seconds",
+        Number(0, math.inf),
+        0.0,
+        "Seconds without work after which a base model is put to sleep though nobody needs its memory; 0 for never.",
+    ),
+    Setting(
+        "engine.sampler",
+        Choice(("auto", "engine", "vllm")),
+        "auto",
+        "What draws samples: our own engine or vLLM (docs/vllm.md). `auto` is vLLM if `vllm_python` is given, or if the"
+        " backend is cuda and vLLM is installed.",
+        "--sampler",
+    ),
+    Setting(
+        "engine.vllm_python",
+        File("the Python of an environment that has vLLM"),
+        None,
+        "The Python that runs vLLM; by default the server's own.",
+        "--vllm-python",
+    ),
+    Setting(
+        "engine.vllm_memory_fraction",
+        Number(0.05, 0.95),
+        None,
+        "Share of its GPU's memory for vLLM; training has the rest. By default 0.45, or 0.9 of a GPU of its own.",
+        "--vllm-memory-fraction",
+    ),
+    Setting(
+        "engine.vllm_gpu",
+        Integer(0, 255),
+        None,
+        "Number of the GPU that vLLM samples on, of those that the server sees; by default the one that trains.",
+        "--vllm-gpu",
+    ),
+    Setting(
+        "engine.vllm_hang_seconds",
+        Number(1, 86400),
+        120.0,
+        "Seconds without a sign of life after which vLLM is ended and started again.",
+    ),
     Setting(
         "engine.max_batch_tokens",
         Integer(16, _ANY),

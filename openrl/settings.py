@@ -53,6 +53,14 @@ class EngineSettings:
     max_sample_rows: int
     max_kv_tokens: int
     prefix_cache_tokens: int = 16384
+    model_memory_bytes: int = 0  # for all base models together; 0: what the machine or the device has
+    model_turn_seconds: float = 60.0  # for which a base model with work keeps its memory while another waits
+    model_idle_seconds: float = 0.0  # without work, after which it is put to sleep anyway; 0: never
+    sampler: str = "auto"  # auto | engine | vllm
+    vllm_python: Path | None = None  # of an environment that has vLLM; None: this one
+    vllm_memory_fraction: float | None = None  # of its GPU's memory; None: 0.45, or 0.9 of a GPU of its own
+    vllm_gpu: int | None = None  # None: training's
+    vllm_hang_seconds: float = 120.0  # without a sign of life, after which vLLM is started again
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,6 +129,7 @@ class Settings:
     hub: HubSettings = field(default_factory=HubSettings)
     remote: RemoteSettings = field(default_factory=RemoteSettings)
     sharing: SharingSettings = field(default_factory=SharingSettings)
+    allow_models: tuple[str, ...] = ()  # patterns of base models that clients may name beside `models`
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,7 +189,7 @@ def resolve(flags: Mapping[str, object], env: Mapping[str, str], file: Path | No
     by_key = {value.setting.key: value.value for value in values}
     settings = Settings(
         data_dir=by_key["data_dir"],
-        models=catalog.resolve_all(by_key["models"], by_key["aliases"], aliases.read(by_key["data_dir"])),
+        models=catalog.resolve_all(_listed(values), by_key["aliases"], aliases.read(by_key["data_dir"])),
         server=ServerSettings(**_group(by_key, "server", without="api_key")),
         engine=EngineSettings(**_group(by_key, "engine")),
         daemon=DaemonSettings(**_group(by_key, "daemon")),
@@ -189,9 +198,17 @@ def resolve(flags: Mapping[str, object], env: Mapping[str, str], file: Path | No
         hub=HubSettings(**_group(by_key, "hub")),
         remote=RemoteSettings(**_group(by_key, "remote")),
         sharing=SharingSettings(**_group(by_key, "sharing")),
+        allow_models=by_key["allow_models"] or (),
     )
     _check_together(settings)
     return Resolved(settings, values, by_key["server.api_key"])
+
+
+def _listed(values: tuple[Value, ...]) -> tuple[str, ...]:
+    """The models to serve from the start: the default one only where nothing is said of models at all."""
+    by_key = {value.setting.key: value for value in values}
+    models = by_key["models"]
+    return () if models.origin == "default" and by_key["allow_models"].value else models.value
 
 
 def is_loopback(host: str) -> bool:
@@ -283,6 +300,16 @@ def _check_together(settings: Settings) -> None:
         raise SettingsError(
             "remote.routes sends some base models to a remote, but engine.backend 'remote' sends everything there.",
             "Leave --route or --backend remote away.",
+        )
+    if settings.engine.sampler == "vllm" and settings.engine.backend in ("mps", "remote"):
+        raise SettingsError(
+            f"engine.sampler 'vllm' does not go with engine.backend {settings.engine.backend!r}.",
+            "vLLM samples beside the PyTorch engine: take --backend cuda or cpu, or leave --sampler away.",
+        )
+    if settings.allow_models and settings.engine.backend == "remote":
+        raise SettingsError(
+            "allow_models says which base models this machine may load, but engine.backend 'remote' loads none here.",
+            "Leave --allow-models or --backend remote away.",
         )
     if server.auth == "off" and not is_loopback(server.host):
         raise SettingsError(

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import StrEnum
 from pathlib import Path
-from typing import Any, NewType
+from typing import Any, Literal, NewType
 
 import numpy as np
 import numpy.typing as npt
@@ -67,6 +67,29 @@ class LoraSpec:
     train_attn: bool = True
     train_mlp: bool = True
     train_unembed: bool = True
+
+
+@dataclass(frozen=True, slots=True)
+class FullSpec:
+    """All parameters train (F1). A run begins with the base model's own weights, so nothing else need be replayed.
+
+    `kind` tells it from a `LoraSpec` once both are JSON.
+    """
+
+    kind: Literal["full"] = "full"
+
+    @property
+    def rank(self) -> None:
+        """It has none (C9)."""
+        return None
+
+
+TrainSpec = LoraSpec | FullSpec
+
+
+def spec_from(fields: Mapping[str, Any]) -> TrainSpec:
+    """A spec from its fields, as `dataclasses.asdict` gave them. Raises TypeError for what is none."""
+    return FullSpec(**fields) if fields.get("kind") == "full" else LoraSpec(**fields)
 
 
 @dataclass(frozen=True, slots=True)
@@ -232,6 +255,7 @@ class ModelInfo:
     max_lora_rank: int
     parameters: int  # number of weights
     family: str  # Hugging Face `model_type`
+    full_tuning: bool | None = None  # whether all parameters can be trained (F1); None: known once the model is opened
 
 
 @dataclass(frozen=True, slots=True)
@@ -255,11 +279,28 @@ class DeviceReport:
     dtype: str  # compute dtype of the base model
     threads: int
     memory_bytes: int  # resident memory of the worker after loading
+    device_bytes: int = 0  # that the worker has of a device with memory of its own; 0: it has none
+    device_free_bytes: int = 0  # that such a device has left
+    sampler: str = ""  # what samples and where, if it works in a process of its own
+
+
+@dataclass(frozen=True, slots=True)
+class SamplerReport:
+    """How a sampler is that works in a process of its own, for `openrl status`."""
+
+    engine: str  # "vLLM 0.32.0"
+    state: str  # starting | ready | restarting | failed
+    detail: str  # where it computes, or why it does not
+    restarts: int  # since the worker's start
 
 
 @dataclass(frozen=True, slots=True)
 class AdapterRef:
-    """A sampler's adapter: `key` is unique for its content and never reused; `folder` holds the PEFT files."""
+    """A sampler's weights: `key` is unique for their content and never reused; `folder` holds the files.
+
+    These are an adapter in PEFT's form, or a whole model where the run trained all parameters
+    (`openrl.checkpoints.full.is_full` tells).
+    """
 
     key: str
     folder: Path

@@ -285,12 +285,20 @@ def _check_params(params: SamplingParams, info: ModelInfo) -> None:
 
 
 def check_lora(rank: int, info: ModelInfo, *, train_attn: bool, train_mlp: bool, train_unembed: bool) -> None:
-    """A5 and A6. Rank 0 is the wire's word for full fine-tuning (F1)."""
-    if rank == 0:
-        raise BadRequest(f"lora_config.rank 0: full fine-tuning is not served yet; use rank 1..{info.max_lora_rank}")
+    """A5 and A6."""
     _check_range("lora_config.rank", rank, 1, info.max_lora_rank)
     if not (train_attn or train_mlp or train_unembed):
         raise BadRequest("lora_config: at least one of train_attn, train_mlp, train_unembed must be true")
+
+
+def check_full(info: ModelInfo | None, *, train_attn: bool, train_mlp: bool, train_unembed: bool) -> None:
+    """F1: rank 0, or no `lora_config` at all, trains all parameters; a part of them cannot be chosen."""
+    if info is not None and info.full_tuning is False:
+        raise BadRequest(f"lora_config.rank 0: this backend trains LoRA only; use rank 1..{info.max_lora_rank}")
+    if not (train_attn and train_mlp and train_unembed):
+        raise BadRequest(
+            "lora_config: rank 0 trains all parameters: train_attn, train_mlp and train_unembed must be true or absent"
+        )
 
 
 def check_optimizer(config: Mapping[str, Any], field: str = "optimizer_config") -> None:

@@ -7,7 +7,7 @@ threads; `SampleBackend.step` is one turn of continuous batching.
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Protocol
@@ -18,15 +18,16 @@ from openrl.types import (
     AdamParams,
     AdapterRef,
     DeviceReport,
-    LoraSpec,
     ModelInfo,
     OptimOutput,
     RequestId,
     RunId,
     SampleOutput,
     SamplePayload,
+    SamplerReport,
     TrainOutput,
     TrainPayload,
+    TrainSpec,
 )
 
 
@@ -55,10 +56,15 @@ class SampleJob:
 
 
 class TrainBackend(Protocol):
-    """Owns adapters, gradients and optimizer state of the runs it holds."""
+    """Owns weights, gradients and optimizer state of the runs it holds: adapters, and at most one run that trains all
+    parameters (F6)."""
 
-    def create(self, run: RunId, spec: LoraSpec) -> None:
-        """Make a fresh adapter (A1-A7); creating an existing run replaces it."""
+    def create(self, run: RunId, spec: TrainSpec) -> None:
+        """Make a fresh adapter (A1-A7), or a copy of the base model to train (F1), in place of the run if it exists.
+
+        Raises `BadRequest` for a second run of the latter kind or where the backend has none, `OutOfMemory` with the
+        numbers where it cannot fit.
+        """
         ...
 
     def drop(self, run: RunId) -> None:
@@ -79,7 +85,8 @@ class TrainBackend(Protocol):
         ...
 
     def save(self, run: RunId, into: Path, *, optimizer: bool, gradients: bool) -> None:
-        """Write `adapter_config.json` and `adapter_model.safetensors` (A14, A15) into an existing empty folder.
+        """Write `adapter_config.json` and `adapter_model.safetensors` (A14, A15) into an existing empty folder; of a
+        run that trains all parameters a whole model (F5), in float32 with `optimizer`, else in the compute dtype.
 
         With `optimizer`: also `optimizer.safetensors` (m, v and t; O11). With `gradients`: also
         `gradients.safetensors`, the accumulator, when it is not zero. Changes no state (C2).
@@ -91,14 +98,14 @@ class TrainBackend(Protocol):
 
         With `optimizer` m, v and t come from the folder too (`BadRequest` if it has none, C3); without, they become
         zero. `gradients.safetensors` is read only together with `optimizer`. A run that does not exist is created with
-        the checkpoint's LoRA spec; for one that does, a mismatch of rank or modules is a `BadRequest` (C3).
+        the checkpoint's own spec; for one that does, a mismatch of kind, rank or modules is a `BadRequest` (C3).
         Bit-exact (C4).
         """
         ...
 
 
 class SampleBackend(Protocol):
-    """Continuous batching over samplers that differ only in their adapter."""
+    """Continuous batching over samplers that differ only in their adapter; those of whole models (F5) beside them."""
 
     def add(self, job: SampleJob) -> None:
         """Queue a job. Raises `OpenRLError` if it can never run."""
@@ -130,6 +137,41 @@ class SampleBackend(Protocol):
 
 
 @dataclass(frozen=True, slots=True)
+class Spent:
+    """Time that a sampler computed: for whom, one entry a sequence, and how many tokens each of these drew."""
+
+    began_at: float  # seconds since the epoch
+    seconds: float
+    rows: tuple[RequestId, ...]
+    steps: int
+
+
+class Apart(Protocol):
+    """What a sampler adds that draws in a process of its own. Its `step` only takes what has come: it is `busy` when
+    something has, and then calls `BackendSpec.wake`, so that a loop without work need not ask."""
+
+    @property
+    def report(self) -> SamplerReport:
+        """How it is."""
+        ...
+
+    def spent(self) -> list[Spent]:
+        """What was computed since this was last asked."""
+        ...
+
+
+@dataclass(frozen=True, slots=True)
+class VllmSpec:
+    """How vLLM is to run. `scratch` is a folder of its own, emptied at its start; its log is there."""
+
+    scratch: Path
+    python: Path | None = None  # the interpreter that has it; None: this one
+    memory_fraction: float | None = None  # of its GPU's memory; None: the usual one
+    gpu: int | None = None  # None: training's
+    hang_seconds: float = 120.0  # without a sign of life, after which it is started again
+
+
+@dataclass(frozen=True, slots=True)
 class BackendSpec:
     """What a backend is opened with. `folder` is a Hugging Face folder with safetensors (see `openrl.models`)."""
 
@@ -142,6 +184,10 @@ class BackendSpec:
     max_kv_tokens: int  # tokens that the KV cache may hold over all rows
     prefix_cache_tokens: int = 16384  # tokens of earlier samples kept beside those, for prompts that begin with them
     name: str = ""  # served name of the base model, written into adapter files
+    sampler: str = "engine"  # "auto", "engine", "vllm"
+    vllm: VllmSpec | None = None  # how, if it is vLLM
+    wake: Callable[[], None] = lambda: None  # to be called, from any thread, when a sampler that works apart has news
+    report: Callable[[str], None] = lambda _: None  # told what is being loaded, if that takes long
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,3 +198,5 @@ class Backend:
     report: DeviceReport
     train: TrainBackend
     sample: SampleBackend
+    apart: Apart | None = None  # `sample`, if it works in a process of its own
+    use_threads: Callable[[int], None] = lambda _: None  # told when its share of the CPU's threads changes

@@ -11,41 +11,54 @@ from collections.abc import Callable
 from openrl.backends.base import Backend, BackendSpec
 from openrl.errors import ModelError
 
-BACKENDS = {"cpu": "openrl.backends.cpu", "cuda": "openrl.backends.cuda"}
+BACKENDS = {"cpu": "openrl.backends.cpu", "cuda": "openrl.backends.cuda", "mps": "openrl.backends.mps"}
 RUN_CUSTOM_LOSSES = frozenset({"cpu", "cuda"})  # backends that run clients' graphs, which are PyTorch
-PLANNED = {
-    "mps": "The MLX backend is not in this version yet; use --backend cpu.",
+# Packages without which a backend cannot start, by import name, and how to install them.
+_NEEDS = {
+    "cpu": (("torch", "transformers"), "Run: pip install torch transformers"),
+    "cuda": (("torch", "transformers"), "Run: pip install torch transformers"),
+    "mps": (("mlx", "mlx_lm"), "Run: pip install 'openrl[mps]'. It is made for Apple Silicon and also runs on Linux."),
 }
 
 
 def check_backend(name: str) -> None:
-    """Raise ModelError if this version cannot serve with backend `name`."""
+    """Raise ModelError if this version cannot serve with backend `name` on this machine."""
     if name == "remote":
         return  # it needs nothing here
-    if name in PLANNED:
-        raise ModelError(f"backend {name!r} cannot be served.", PLANNED[name])
     if name != "auto" and name not in BACKENDS:
         raise ModelError(f"unknown backend {name!r}.", f"Legal: auto, {', '.join(BACKENDS)}.")
-    if importlib.util.find_spec("torch") is None:
-        raise ModelError("PyTorch is not installed, and the cpu and cuda backends need it.", "Run: pip install torch")
+    chosen = choices(name)[0]
+    packages, hint = _NEEDS[chosen]
+    missing = [package for package in packages if importlib.util.find_spec(package) is None]
+    if missing:
+        raise ModelError(f"backend {chosen!r} needs packages that are not installed: {', '.join(missing)}.", hint)
+
+
+def choices(name: str) -> tuple[str, ...]:
+    """The backends that a name may come to mean here: `auto` is mps on Apple Silicon, else cuda or cpu."""
+    if name != "auto":
+        return (name,)
+    return ("mps",) if _is_apple_silicon() else ("cpu", "cuda")
 
 
 def opener(name: str) -> Callable[[BackendSpec], Backend]:
-    """The `open_backend` of a backend; called in a worker process. `auto` is cuda where there is one, else cpu."""
+    """The `open_backend` of a backend; called in a worker process. `auto` is the best that is there."""
     check_backend(name)
-    if name == "auto":
-        name = "cuda" if _has_cuda() else "cpu"
+    possible = choices(name)
+    name = "cuda" if "cuda" in possible and "cpu" in possible and _has_cuda() else possible[0]
     return importlib.import_module(BACKENDS[name]).open_backend
 
 
 def runs_custom_losses(name: str) -> bool:
     """Whether a backend, or with `auto` each that may be chosen, runs custom losses (protocol 5.9)."""
-    return RUN_CUSTOM_LOSSES.issuperset(BACKENDS if name == "auto" else (name,))
+    return RUN_CUSTOM_LOSSES.issuperset(choices(name))
+
+
+def _is_apple_silicon() -> bool:
+    return sys.platform == "darwin" and platform.machine() == "arm64"
 
 
 def _has_cuda() -> bool:
-    if sys.platform == "darwin" and platform.machine() == "arm64":
-        return False
     from torch import cuda
 
     return cuda.is_available()

@@ -1,10 +1,9 @@
-"""vLLM as a further side of the sampling benchmark: in an environment of its own, through a pipe."""
+"""vLLM as a further side of the sampling benchmark: the child process that the server samples with, driven directly."""
 
 from __future__ import annotations
 
-import json
-import subprocess
 import tempfile
+import threading
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -13,11 +12,19 @@ import peft
 import torch
 import transformers
 
+from openrl.backends.base import BackendSpec, VllmSpec
+from openrl.backends.vllm.life import Life
+from openrl.backends.vllm.plan import plan
+from openrl.backends.vllm.process import Frame
 from openrl.bench.workload import Example, Tokens
+from openrl.types import DeviceReport, ModelInfo
 
-_SCRIPT = Path(__file__).with_name("vllm_side.py")
-# vLLM adapts no head; ours does, which is to its advantage.
+# Our side adapts the head, too, which is to vLLM's advantage.
 _TARGETS = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
+_CONTEXT = 2048
+_ROWS = 64
+_KV_TOKENS = 1 << 16
+_ADAPTER = 2  # its number; the child's own probe has 1
 
 
 class VllmSide:
@@ -25,36 +32,58 @@ class VllmSide:
 
     def __init__(self, python: Path, folder: Path, rank: int, threads: int) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="openrl-vllm-")
-        adapter = _adapter(folder, Path(self._scratch.name) / "adapter", rank)
-        command = [str(python), str(_SCRIPT), str(folder), str(adapter), str(rank), str(threads)]
-        self._process = subprocess.Popen(command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, text=True)
-        self._read()  # ready
+        self._woken = threading.Event()
+        self._keys = 0
+        scratch = Path(self._scratch.name)
+        vllm = VllmSpec(scratch / "vllm", python, hang_seconds=600)
+        spec = BackendSpec(folder, "cpu", "bfloat16", threads, 0, _ROWS, _KV_TOKENS)
+        config = transformers.AutoConfig.from_pretrained(folder)
+        info = ModelInfo(config.vocab_size, _CONTEXT, rank, 0, config.model_type)
+        report = DeviceReport("torch", "cpu", "bfloat16", threads, 0)
+        opening = plan(spec, vllm, info, report).with_rank(rank)
+        self._life = Life(opening, python, vllm, self._woken.set)
+        self._life.open()
+        adapter = _adapter(folder, scratch / "adapter", rank)
+        self._life.send({"op": "adapter", "id": _ADAPTER, "name": "bench", "folder": str(adapter)})
 
     def train_step(self, batch: Sequence[Example]) -> None:
         raise NotImplementedError("vLLM does not train")
 
     def sample(self, prompts: Sequence[Tokens], new_tokens: int) -> int:
         """Draw `new_tokens` for each prompt; returns how many tokens came."""
-        request = {"prompts": [prompt.tolist() for prompt in prompts], "new_tokens": new_tokens}
-        assert self._process.stdin is not None
-        self._process.stdin.write(json.dumps(request) + "\n")
-        self._process.stdin.flush()
-        return int(self._read()["tokens"])
+        left: set[str] = set()
+        for prompt in prompts:
+            self._keys += 1
+            left.add(str(self._keys))
+            self._life.send(_draw(str(self._keys), prompt, new_tokens))
+        tokens = 0
+        while left:
+            self._woken.wait()
+            self._woken.clear()
+            frames, ended = self._life.take()
+            if ended:
+                raise RuntimeError(f"vLLM ended: {self._life.report.detail}")
+            for part in [part for frame in frames if frame["op"] == "drawn" for part in frame["parts"]]:
+                left.discard(part[0])
+                tokens += len(part[1])
+        return tokens
 
     def close(self) -> None:
         """End vLLM."""
-        assert self._process.stdin is not None
-        self._process.stdin.close()
-        self._process.wait(60)
+        self._life.close()
         self._scratch.cleanup()
 
-    def _read(self) -> dict[str, Any]:
-        """The next answer; vLLM's own lines on stdout are passed over."""
-        assert self._process.stdout is not None
-        for line in self._process.stdout:
-            if line.startswith("{"):
-                return json.loads(line)
-        raise RuntimeError(f"vLLM ended with status {self._process.wait()}")
+
+def _draw(key: str, prompt: Tokens, new_tokens: int) -> Frame:
+    usual: Frame = {"op": "draw", "adapter": _ADAPTER, "temperature": 1.0, "top_p": 1.0, "top_k": -1, "stop": []}
+    return usual | {
+        "key": key,
+        "prompt": prompt.tolist(),
+        "seed": None,
+        "max_tokens": new_tokens,
+        "top": 0,
+        "stream": False,
+    }
 
 
 def _adapter(folder: Path, into: Path, rank: int) -> Path:

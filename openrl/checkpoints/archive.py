@@ -1,4 +1,5 @@
-"""The archive of a checkpoint: a tar with the adapter in Tinker's form at its root (training-semantics 4.4).
+"""The archive of a checkpoint: a tar with the adapter in Tinker's form at its root (training-semantics 4.4), or with
+the Hugging Face folder of a run that trained all parameters (F5).
 
 Nothing is written: the tar's blocks are made in memory around the checkpoint's own files, so that any part of it can
 be read at any time, and its bytes are the same at every download.
@@ -12,8 +13,9 @@ from collections.abc import Iterable
 from pathlib import Path
 from typing import Any
 
+from openrl.checkpoints.full import is_full, model_files
 from openrl.checkpoints.peft import ADAPTER_FILE, ARCHIVE_HEAD, CONFIG_FILE, HEAD_NAME, PREFIX
-from openrl.checkpoints.rope import FilePart, Part, Rope, size_of
+from openrl.checkpoints.rope import FilePart, Part, Rope, size_of, whole
 from openrl.checkpoints.tensor_file import encode_header, read_header
 from openrl.errors import BadRequest
 
@@ -22,12 +24,9 @@ _BLOCK, _RECORD = 512, 10240
 
 
 def archive(folder: Path) -> Rope:
-    """The tar of an adapter's folder. Raises BadRequest if the folder holds no adapter."""
-    files: dict[str, tuple[Part, ...]] = {
-        CONFIG_FILE: (_config(folder / CONFIG_FILE),),
-        ADAPTER_FILE: _tensors(folder / ADAPTER_FILE),
-        COMPLETE_FILE: (),
-    }
+    """The tar of a checkpoint's folder. Raises BadRequest if it holds neither an adapter nor a model."""
+    files = _model(folder) if is_full(folder) else _adapter(folder)
+    files[COMPLETE_FILE] = ()
     parts: list[Part] = []
     for name, content in files.items():
         size = sum(map(size_of, content))
@@ -35,6 +34,15 @@ def archive(folder: Path) -> Rope:
     end = bytes(2 * _BLOCK)
     parts += [end, bytes(-(_total(parts) + len(end)) % _RECORD)]
     return Rope(tuple(part for part in parts if size_of(part)))
+
+
+def _model(folder: Path) -> dict[str, tuple[Part, ...]]:
+    """The model's own files as they are: no optimizer and no manifest."""
+    return {path.name: (whole(path),) for path in model_files(folder)}
+
+
+def _adapter(folder: Path) -> dict[str, tuple[Part, ...]]:
+    return {CONFIG_FILE: (_config(folder / CONFIG_FILE),), ADAPTER_FILE: _tensors(folder / ADAPTER_FILE)}
 
 
 def _config(path: Path) -> bytes:

@@ -13,6 +13,7 @@ from pathlib import Path
 
 from safetensors import SafetensorError, safe_open
 
+from openrl.checkpoints import full
 from openrl.checkpoints.layout import NAME_PATTERN
 from openrl.checkpoints.manifest import FileDigest
 from openrl.checkpoints.peft import (
@@ -24,17 +25,18 @@ from openrl.checkpoints.peft import (
     read_config,
 )
 from openrl.errors import BadRequest, TooLarge
-from openrl.types import CheckpointKind, LoraSpec
+from openrl.types import CheckpointKind, FullSpec, TrainSpec
 
-_NEEDED = frozenset({CONFIG_FILE, ADAPTER_FILE})
-KNOWN_FILES: Mapping[CheckpointKind, frozenset[str]] = {
-    CheckpointKind.TRAINING: _NEEDED | {OPTIMIZER_FILE, GRADIENTS_FILE},
-    CheckpointKind.SAMPLER: _NEEDED,
+_STATE: Mapping[CheckpointKind, frozenset[str]] = {
+    CheckpointKind.TRAINING: frozenset({OPTIMIZER_FILE, GRADIENTS_FILE}),
+    CheckpointKind.SAMPLER: frozenset(),
 }
+_ADAPTER = frozenset({CONFIG_FILE, ADAPTER_FILE})
 _MAX_CONFIG_BYTES = 1 << 20
 _MAX_METADATA_CHARACTERS = 1 << 16
 _SHA256 = re.compile(r"[0-9a-f]{64}")
 _FLOATS = ("F32", "F16")
+_MODEL_FLOATS = (*_FLOATS, "BF16")
 _ACCUMULATORS = ("m", "v")
 
 
@@ -49,7 +51,7 @@ class Announcement:
     kind: CheckpointKind
     name: str
     base_model: str
-    spec: LoraSpec
+    spec: TrainSpec
     files: Mapping[str, FileDigest]
     user_metadata: Mapping[str, str] = field(default_factory=dict[str, str])
 
@@ -61,8 +63,8 @@ class Announcement:
 
 def check_announcement(announced: Announcement, max_bytes: int) -> None:
     """Raise BadRequest for what can be no checkpoint, TooLarge for more than `max_bytes`."""
-    if announced.kind not in KNOWN_FILES:
-        legal = ", ".join(KNOWN_FILES)
+    if announced.kind not in _STATE:
+        legal = ", ".join(_STATE)
         raise BadRequest(f"a checkpoint of kind {announced.kind} cannot be moved.", f"Kinds that can: {legal}.")
     if not NAME_PATTERN.fullmatch(announced.name):
         raise BadRequest(f"name {announced.name!r} is no checkpoint's name.", f"Legal: {NAME_PATTERN.pattern}")
@@ -77,24 +79,37 @@ def check_announcement(announced: Announcement, max_bytes: int) -> None:
 
 
 def _check_files(announced: Announcement) -> None:
-    known = KNOWN_FILES[announced.kind]
+    whole = isinstance(announced.spec, FullSpec)
+    needed, config = (full.NEEDED, full.MODEL_CONFIG) if whole else (_ADAPTER, CONFIG_FILE)
+    known = needed | _STATE[announced.kind] | (full.EXTRA_FILES if whole else frozenset())
     for name, digest in announced.files.items():
         if name not in known:
             raise BadRequest(f"files has {name!r}; a {announced.kind} checkpoint has {', '.join(sorted(known))}.")
         if digest.size < 1 or not _SHA256.fullmatch(digest.sha256):
             raise BadRequest(f"files.{name} needs a size of at least 1 and a sha256 of 64 hex digits in lower case.")
-    if missing := _NEEDED - announced.files.keys():
+    if missing := needed - announced.files.keys():
         raise BadRequest(f"files lacks {min(missing)!r}.")
-    if announced.files[CONFIG_FILE].size > _MAX_CONFIG_BYTES:
-        raise BadRequest(f"files.{CONFIG_FILE} is over {_MAX_CONFIG_BYTES} bytes.")
+    if announced.files[config].size > _MAX_CONFIG_BYTES:
+        raise BadRequest(f"files.{config} is over {_MAX_CONFIG_BYTES} bytes.")
 
 
 def check_content(folder: Path, announced: Announcement) -> None:
-    """Raise BadRequest unless the files in `folder` are an adapter of the announced rank and its optimizer's state.
+    """Raise BadRequest unless the files in `folder` are an adapter of the announced rank, or a model, and its
+    optimizer's state.
 
     Reads headers only. Whether the layers are those of the base model is checked when the checkpoint is loaded (C3).
     """
     rank = announced.spec.rank
+    shapes = _shapes(folder / full.MODEL_FILE, floats=_MODEL_FLOATS) if rank is None else _adapter_shapes(folder, rank)
+    if OPTIMIZER_FILE in announced.files:
+        moments = {f"{prefix}.{name}": shape for prefix in _ACCUMULATORS for name, shape in shapes.items()}
+        _check_shapes(OPTIMIZER_FILE, _shapes(folder / OPTIMIZER_FILE, counts=("t",)), {"t": (), **moments})
+    if GRADIENTS_FILE in announced.files:
+        _check_shapes(GRADIENTS_FILE, _shapes(folder / GRADIENTS_FILE), shapes)
+
+
+def _adapter_shapes(folder: Path, rank: int) -> dict[str, tuple[int, ...]]:
+    """The shapes of an adapter's factors by name. Raises BadRequest for one of another rank."""
     config = read_config(folder / CONFIG_FILE)
     if config["r"] != rank or not isinstance(config.get("target_modules"), list):
         raise BadRequest(f"{CONFIG_FILE} does not describe an adapter of rank {rank}: r = {config['r']!r}.")
@@ -103,24 +118,20 @@ def check_content(folder: Path, announced: Announcement) -> None:
         ranks = shape[:1] if name.endswith("lora_A") else shape[1:]
         if len(shape) != 2 or ranks != (rank,):
             raise BadRequest(f"{ADAPTER_FILE} has {name!r} of shape {shape}, which is not of rank {rank}.")
-    if OPTIMIZER_FILE in announced.files:
-        moments = {f"{prefix}.{name}": shape for prefix in _ACCUMULATORS for name, shape in shapes.items()}
-        _check_shapes(OPTIMIZER_FILE, _shapes(folder / OPTIMIZER_FILE, counts=("t",)), {"t": (), **moments})
-    if GRADIENTS_FILE in announced.files:
-        _check_shapes(GRADIENTS_FILE, _shapes(folder / GRADIENTS_FILE), shapes)
+    return shapes
 
 
 def _check_shapes(file: str, found: Mapping[str, tuple[int, ...]], wanted: Mapping[str, tuple[int, ...]]) -> None:
     for name in sorted({*found, *wanted}):
         if found.get(name) != wanted.get(name):
             raise BadRequest(
-                f"{file} has {name!r} of shape {found.get(name, 'none')}; for this adapter it must be "
+                f"{file} has {name!r} of shape {found.get(name, 'none')}; beside these weights it must be "
                 f"{wanted.get(name, 'none')}."
             )
 
 
-def _shapes(file: Path, counts: tuple[str, ...] = ()) -> dict[str, tuple[int, ...]]:
-    """The shapes of a safetensors file's tensors: floats, save for those in `counts`, which are int64.
+def _shapes(file: Path, counts: tuple[str, ...] = (), floats: tuple[str, ...] = _FLOATS) -> dict[str, tuple[int, ...]]:
+    """The shapes of a safetensors file's tensors: of types `floats`, save for those in `counts`, which are int64.
 
     Opening checks the header: its length, its types, and that the tensors fill the file without gap or overlap.
     """
@@ -132,6 +143,6 @@ def _shapes(file: Path, counts: tuple[str, ...] = ()) -> dict[str, tuple[int, ..
     except (SafetensorError, OSError) as error:
         raise BadRequest(f"{file.name} is no readable safetensors file: {error}.") from error
     for key, dtype in types.items():
-        if dtype not in (("I64",) if key in counts else _FLOATS):
+        if dtype not in (("I64",) if key in counts else floats):
             raise BadRequest(f"{file.name} has {key!r} of type {dtype}, which no checkpoint has.")
     return shapes

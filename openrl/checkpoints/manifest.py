@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from openrl.store.records import Checkpoint
-from openrl.types import CheckpointKind, LoraSpec, RunId
+from openrl.types import CheckpointKind, RunId, spec_from
 
 FILE = "manifest.json"
 FORMAT = 1
@@ -42,7 +42,7 @@ def read(folder: Path) -> Checkpoint:
         if fields.pop("format") != FORMAT:
             raise ValueError(f"{folder}: unknown manifest format")
         fields.pop("files")
-        fields["spec"] = LoraSpec(**fields["spec"])
+        fields["spec"] = spec_from(fields["spec"])
         fields["kind"] = CheckpointKind(fields["kind"])
         fields["run_id"] = RunId(fields["run_id"])
         return Checkpoint(**fields)

@@ -9,16 +9,26 @@ from openrl.checkpoints.layout import parse
 from openrl.daemon.execute import check_spec
 from openrl.daemon.work import LoadState, NewRun, OptimStep, SaveExternal, SaveSampler, SaveState, Train, Work
 from openrl.errors import OpenRLError
-from openrl.types import LoraSpec, ModelInfo
-from openrl.validation import check_adam, check_checkpoint_name, check_optimizer, check_train, check_ttl
+from openrl.types import FullSpec, LoraSpec, ModelInfo, TrainSpec
+from openrl.validation import check_adam, check_checkpoint_name, check_full, check_optimizer, check_train, check_ttl
 
 _MANY_TOKENS = 20_000  # above this a check takes milliseconds and leaves the event loop
 
 
-def check_new_run(new: NewRun, spec: LoraSpec, info: ModelInfo | None) -> OpenRLError | None:
+def spec_of(new: NewRun, seed: int) -> TrainSpec:
+    """What a run that is asked for would be: rank 0 is the wire's word for training all parameters (F1)."""
+    if new.rank == 0:
+        return FullSpec()
+    return LoraSpec(new.rank, seed, new.train_attn, new.train_mlp, new.train_unembed)
+
+
+def check_new_run(new: NewRun, spec: TrainSpec, info: ModelInfo | None) -> OpenRLError | None:
     """Why a run cannot be made, if so. Without `info` (a model seen for the first time) the rank is checked later."""
     try:
         check_optimizer(new.optimizer)
+        if isinstance(spec, FullSpec):
+            flags = {"train_attn": new.train_attn, "train_mlp": new.train_mlp, "train_unembed": new.train_unembed}
+            check_full(info, **flags)
         if info is not None:
             check_spec(spec, info)
     except OpenRLError as error:

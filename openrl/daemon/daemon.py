@@ -16,13 +16,14 @@ from typing import Any
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.checkpoints.layout import parse
 from openrl.daemon.checkpoint_life import CheckpointLife
-from openrl.daemon.checks import check_new_run, check_work
+from openrl.daemon.checks import check_new_run, check_work, spec_of
 from openrl.daemon.clients import Clients
 from openrl.daemon.codec import Codec
 from openrl.daemon.copying import Copying
 from openrl.daemon.custom_losses import CustomLosses
 from openrl.daemon.disposal import Disposal
 from openrl.daemon.execute import Executor
+from openrl.daemon.full_runs import FullRuns
 from openrl.daemon.futures import Futures, request_id
 from openrl.daemon.health import Health
 from openrl.daemon.housekeeping import Housekeeping
@@ -32,6 +33,7 @@ from openrl.daemon.models import ModelPool
 from openrl.daemon.quotas import Quotas
 from openrl.daemon.records import Records
 from openrl.daemon.recovery import Recovery, find_checkpoint
+from openrl.daemon.residents import Residents
 from openrl.daemon.runs import Entry, RunHandle, Runs, new_run
 from openrl.daemon.samplers import Samplers, Sampling, sampler_id
 from openrl.daemon.saving import Saving, check_drawable, check_loadable
@@ -50,7 +52,7 @@ from openrl.store import audit
 from openrl.store import runs as run_store
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint, Run, RunState, Sampler
-from openrl.types import LoraSpec, Op, RequestId, RunId, SamplePayload, SamplerId, SessionId, session_of
+from openrl.types import Op, RequestId, RunId, SamplePayload, SamplerId, SessionId, session_of
 
 log = logging.getLogger(__name__)
 
@@ -75,6 +77,8 @@ class Daemon:
         self._futures = Futures(self._db)
         self.losses = CustomLosses(self._db, codec, self._futures, self._sessions, served=custom_losses)
         self._recovery = Recovery(self._db, self._folders, codec, self.losses)
+        self.full = FullRuns(self._runs, self._sessions, pool, self._recovery.suspend)
+        self._recovery.make_room = self.full.make_room
         disposal = Disposal(self._db, self._folders)
         copying = Copying(self._db, self._folders, self._sessions, self._runs)
         copying.check_room = self.quotas.check_room
@@ -123,6 +127,7 @@ class Daemon:
             self.life,
             limits,
         )
+        self.residents = Residents(pool, self._runs, self._sampling, self._recovery, self._db, settings.engine)
         self._tasks: list[asyncio.Task[None]] = []
         self._stopping = False
         self._wound_down = False
@@ -137,6 +142,7 @@ class Daemon:
         self._pool.listener.usable = self._scheduler.wake
         self._pool.listener.turns = self.overview.note
         await self.keys.load()
+        await self.residents.readmit()
         await restore(
             self._db,
             self._folders,
@@ -151,10 +157,8 @@ class Daemon:
         )
         await self.quotas.load()
         self.clients.open()
-        self._pool.start()
-        self._tasks = [asyncio.create_task(self._scheduler.run()), asyncio.create_task(self._housekeeping.run())]
-        self._tasks.append(asyncio.create_task(self.uploads.keep_tidy()))
-        self._tasks.append(asyncio.create_task(self.keys.watch()))
+        living = (self._housekeeping.run(), self.residents.run(), self.uploads.keep_tidy(), self.keys.watch())
+        self._tasks = [asyncio.create_task(part) for part in (self._scheduler.run(), *living)]
         self._scheduler.wake()
 
     def refuse_work(self) -> None:
@@ -234,9 +238,8 @@ class Daemon:
         """
         self._check_running()
         session = self._sessions.active(new.session_id)
-        model = self._pool.find(new.base_model)
-        seed = secrets.randbits(31) if new.seed is None else new.seed
-        spec = LoraSpec(new.rank, seed, new.train_attn, new.train_mlp, new.train_unembed)
+        model = await self._pool.admit(new.base_model)
+        spec = spec_of(new, secrets.randbits(31) if new.seed is None else new.seed)
         refused = check_new_run(new, spec, model.info)
         run = new_run(session, new.model_seq_id, new.base_model, spec, new.user_metadata)
         return await self._accept_run(run, Op.CREATE_RUN, None, raw, refused)
@@ -254,8 +257,8 @@ class Daemon:
         self._check_running()
         opened = self._sessions.active(session)
         checkpoint = await find_checkpoint(self._db, load.path)
-        model = self._pool.find(checkpoint.base_model)
-        if base_model is not None and self._pool.find(base_model) is not model:
+        model = await self._pool.admit(checkpoint.base_model)
+        if base_model is not None and await self._pool.admit(base_model) is not model:
             raise BadRequest(
                 f"base_model is {base_model!r}, but {load.path} was trained on {checkpoint.base_model!r}.",
                 "Leave base_model out, or name the checkpoint's own.",
@@ -268,8 +271,8 @@ class Daemon:
         self, run: Run, op: Op, work: Work | None, raw: Raw, refused: OpenRLError | None
     ) -> RequestId:
         """Making a run is its request number 0."""
-        with self.quotas.opening(run) as exceeded:
-            return await self._accept_opening(run, op, work, raw, refused or exceeded)
+        with self.quotas.opening(run) as exceeded, self.full.opening(run) as taken:
+            return await self._accept_opening(run, op, work, raw, refused or exceeded or taken)
 
     async def _accept_opening(
         self, run: Run, op: Op, work: Work | None, raw: Raw, refused: OpenRLError | None
@@ -328,7 +331,8 @@ class Daemon:
         if seq < handle.queue.next_seq:
             return BadRequest(f"seq_id {seq} is in the past; the run is at {handle.queue.next_seq} (O8).")
         try:
-            await check_work(work, self._pool.find(handle.run.base_model).info)
+            await check_work(work, (await self._pool.admit(handle.run.base_model)).info)
+            self.full.claim(handle)
             self.quotas.reserve(handle.run.owner, request_id(handle.id, seq), work)
         except OpenRLError as error:
             return error
@@ -359,11 +363,11 @@ class Daemon:
             checkpoint = await find_checkpoint(self._db, model_path)
             check_drawable(checkpoint)
             base_model, folder = base_model or checkpoint.base_model, checkpoint.folder
-            if self._pool.find(base_model) is not self._pool.find(checkpoint.base_model):
+            if await self._pool.admit(base_model) is not await self._pool.admit(checkpoint.base_model):
                 raise BadRequest(f"base_model is {base_model!r}, but {model_path} is of {checkpoint.base_model!r}.")
         if base_model is None:
             raise BadRequest("create_sampling_session needs base_model or model_path.")
-        self._pool.find(base_model)
+        await self._pool.admit(base_model)
         sampler = Sampler(sampler_id(session, seq), session, base_model, model_path, folder, time.time())
         return await self._samplers.create(sampler)
 

@@ -17,11 +17,11 @@ from openrl.daemon.runs import MUTATING, Entry, RunHandle
 from openrl.daemon.saving import Saving
 from openrl.daemon.timing import Timing
 from openrl.daemon.work import LoadState, OptimStep, SaveExternal, SaveSampler, SaveState, Train
-from openrl.errors import OpenRLError, WorkerDied
+from openrl.errors import OpenRLError, OutOfMemory, WorkerDied
 from openrl.store import runs
 from openrl.store.records import RunState
-from openrl.types import LoraSpec, ModelInfo, Op, OptimOutput, SessionId, TrainOutput
-from openrl.validation import check_lora
+from openrl.types import FullSpec, ModelInfo, Op, OptimOutput, SessionId, TrainOutput, TrainSpec
+from openrl.validation import check_full, check_lora
 from openrl.workers import messages
 from openrl.workers.protocol import Worker
 
@@ -195,8 +195,8 @@ class Executor:
             handle.set_state(state, str(error))
 
     async def _not_there(self, handle: RunHandle, entry: Entry, error: OpenRLError) -> None:
-        """A run that could not be made, or whose state cannot be brought back."""
-        if entry.seq == 0:
+        """A run that could not be made, or whose state cannot be brought back: now, for lack of memory, or ever."""
+        if entry.seq == 0 or isinstance(error, OutOfMemory):
             await self.fail(handle, entry, error)
         else:
             await self.break_run(handle, f"the run's state could not be restored: {error}")
@@ -238,8 +238,11 @@ async def all_of(works: Iterable[Coroutine[None, None, None]]) -> None:
         raise error
 
 
-def check_spec(spec: LoraSpec, info: ModelInfo) -> None:
-    """Raise BadRequest if the model cannot carry such an adapter (A5, A6)."""
+def check_spec(spec: TrainSpec, info: ModelInfo) -> None:
+    """Raise BadRequest if the model cannot carry such an adapter (A5, A6), or its backend cannot train it whole."""
+    if isinstance(spec, FullSpec):
+        check_full(info, train_attn=True, train_mlp=True, train_unembed=True)
+        return
     check_lora(
         spec.rank,
         info,

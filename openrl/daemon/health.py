@@ -43,7 +43,8 @@ class Health:
             reasons.append("stopping")
         elif not await self.store_writes():
             reasons.append("the store cannot write")
-        if "ready" not in models.values():
+        listed = [model for model in self._pool.models.values() if model.listed]
+        if not any(map(_can_serve, listed)) and (listed or self._pool.allowed is None):
             reasons.append("no model is ready")
         return Readiness(tuple(reasons), models)
 
@@ -68,6 +69,10 @@ class Health:
         self._asking = None
         self._store_at = time.monotonic()
         self._store_writes = not task.cancelled() and task.exception() is None and task.result()
+
+
+def _can_serve(model: Model) -> bool:
+    return model.serving and state(model) != "restarting"
 
 
 def state(model: Model) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from contextlib import suppress
 
 from openrl.checkpoints.commit import CheckpointFolders
 from openrl.daemon.checkpoint_life import CheckpointLife
@@ -13,7 +14,7 @@ from openrl.daemon.recovery import Recovery
 from openrl.daemon.runs import RunHandle, Runs
 from openrl.daemon.samplers import Sampling
 from openrl.daemon.sessions import Sessions
-from openrl.errors import OpenRLError
+from openrl.errors import OpenRLError, WorkerDied
 from openrl.settings import DaemonSettings
 from openrl.store import requests, runs
 from openrl.store.db import Database
@@ -95,7 +96,8 @@ class Housekeeping:
         if handle.in_hand or len(handle.queue):
             return
         if handle.worker is not None and handle.worker.alive:
-            await handle.worker.call(messages.DropRun(handle.id))
+            with suppress(WorkerDied):  # or it was put to sleep in between: the run is off its device in any case
+                await handle.worker.call(messages.DropRun(handle.id))
         handle.worker = None
         handle.set_state(RunState.CLOSED)
         await self._db.run(lambda db: runs.close(db, handle.id))

@@ -100,6 +100,12 @@ class Metrics:
         yield _gauge(
             "openrl_model_state", "1 for the state that a model is in.", {(m.name, state(m)): 1 for m in models}, _STATE
         )
+        needed = {(m.name,): self._pool.need(m) for m in models}
+        yield _gauge("openrl_model_needed_bytes", "Memory that a base model takes once it is loaded.", needed, _MODEL)
+        used = {(m.name,): m.last_used for m in models if m.last_used is not None}
+        yield _gauge("openrl_model_last_used_seconds", "When a base model last worked, since the epoch.", used, _MODEL)
+        loads = {(m.name,): m.loads for m in models}
+        yield _counter("openrl_model_loads", "Times that a base model was loaded.", loads, _MODEL)
         restarts = {(m.name,): m.restarts for m in models}
         yield _counter("openrl_worker_restarts", "Workers that died and were started again.", restarts, _MODEL)
         states = Counter(str(handle.run.state) for handle in handles)

@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import logging
 import time
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 
 from openrl.backends.base import TrainItem
@@ -30,6 +31,10 @@ from openrl.workers.protocol import Worker
 log = logging.getLogger(__name__)
 
 
+async def _room_for_any(_handle: RunHandle, _worker: Worker) -> None:
+    return None
+
+
 class Recovery:
     """Brings runs onto devices and off them."""
 
@@ -38,17 +43,22 @@ class Recovery:
         self._folders = folders
         self._codec = codec
         self._losses = losses
+        # What has to leave a device before a run comes onto it (F6).
+        self.make_room: Callable[[RunHandle, Worker], Awaitable[None]] = _room_for_any
 
     async def bring(self, handle: RunHandle, worker: Worker) -> None:
         """Make sure that the run's state is on `worker`. Raises `OpenRLError` if it cannot be brought back."""
         if handle.worker is worker:
             return
+        await self.make_room(handle, worker)
         if handle.snapshot_folder is not None:
             source = self._folders.absolute(handle.snapshot_folder)
             await worker.call(messages.Load(handle.id, source, optimizer=True))
         else:
             await worker.call(messages.CreateRun(handle.id, handle.run.spec))
-        journal = await self._db.run(lambda db: requests.journal(db, handle.id, handle.snapshot_seq))
+        # Without a snapshot number 0 counts too: a run that was made from a checkpoint began with loading it.
+        covered = -1 if handle.snapshot_folder is None else handle.snapshot_seq
+        journal = await self._db.run(lambda db: requests.journal(db, handle.id, covered))
         if journal:
             log.info(
                 "replaying %d requests of %s after its snapshot at %d", len(journal), handle.id, handle.snapshot_seq
@@ -82,12 +92,14 @@ class Recovery:
         """Write down the run's state as it is after its last ended request, pending gradients included."""
         seq = handle.queue.next_seq - 1
         folder = layout.new_snapshot_folder(handle.id, seq)
+        began = time.monotonic()
         staged = await asyncio.to_thread(self._folders.stage, folder)
         await worker.call(messages.Save(handle.id, staged, optimizer=True, gradients=True))
         await asyncio.to_thread(self._folders.commit_plain, staged, folder)
         await self._db.run(lambda db: runs.set_snapshot(db, handle.id, str(folder), seq))
         old = handle.snapshot_folder
         handle.snapshot_folder, handle.snapshot_seq, handle.snapshot_at = str(folder), seq, time.monotonic()
+        handle.snapshot_took = handle.snapshot_at - began
         if old is not None:
             await asyncio.to_thread(self._folders.remove, old)
 

@@ -13,7 +13,7 @@ from openrl.daemon.timing import Timing
 from openrl.daemon.work import Train, Work
 from openrl.store.records import Run, RunState, Session
 from openrl.store.runs import StoredRun
-from openrl.types import LoraSpec, Op, RequestId, RunId, SessionId
+from openrl.types import Op, RequestId, RunId, SessionId, TrainSpec
 from openrl.workers.protocol import Worker
 
 # Requests that change a run's state: after a crash they are replayed from the newest snapshot on.
@@ -46,6 +46,7 @@ class RunHandle:
     snapshot_folder: str | None = None
     snapshot_seq: int = 0
     snapshot_at: float = field(default_factory=time.monotonic)
+    snapshot_took: float = 0.0  # seconds that the newest one took
     worker: Worker | None = None
     in_hand: bool = False  # a batch, a suspension: nobody else may touch the run
     served: int = 0  # the turn in which it last had the device
@@ -103,7 +104,7 @@ class Runs:
         return [handle for handle in self._handles.values() if handle.run.session_id == session]
 
 
-def new_run(session: Session, number: int, base_model: str, spec: LoraSpec, metadata: Mapping[str, Any]) -> Run:
+def new_run(session: Session, number: int, base_model: str, spec: TrainSpec, metadata: Mapping[str, Any]) -> Run:
     """A run as it is before its creation is accepted; it is its session's owner's."""
     now = time.time()
     return Run(

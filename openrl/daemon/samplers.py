@@ -127,7 +127,7 @@ class Sampling:
 
     async def submit(self, sampler: Sampler, seq: int, payload: SamplePayload, raw: Raw) -> RequestId:
         """Accept a sample; raises BadRequest, Busy (429: the SDK slows down) or NotReady."""
-        model = self._pool.find(sampler.base_model)
+        model = await self._pool.admit(sampler.base_model)
         if model.failed is not None:
             raise model.failed
         if model.info is None:
@@ -185,6 +185,16 @@ class Sampling:
         if drawing is not None and drawing.task.done():
             del self._resting[request]
             self.start(drawing.sampler, request, drawing.payload)
+
+    async def withdraw(self, model: str) -> None:
+        """Take back the samples that a model's sampler has not begun: they wait until the model can be used again."""
+        waiting = [request for held in self.counts.at(model).values() for request in held.waiting]
+        tasks = [self._drawing[request].task for request in waiting if request in self._drawing]
+        for request in waiting:
+            self._rest(request)
+        await asyncio.gather(*tasks, return_exceptions=True)
+        for request in waiting:
+            self._resume(request)
 
     async def cancel(self, request: RequestId, reason: str = "by its client") -> None:
         """Stop drawing a sample, whether it waits or runs, and let it fail. One that has ended, and any other id, is
@@ -246,7 +256,11 @@ class Sampling:
                 worker = await model.ready_worker()
                 timing.dispatched_at = timing.sent_at = time.time()
                 timing.watch = Stopwatch()
-                output = await worker.sample(job, timing.watch)
+                model.claim()
+                try:
+                    output = await worker.sample(job, timing.watch)
+                finally:
+                    model.release()
                 model.crashes = 0
                 return output
             except WorkerDied:

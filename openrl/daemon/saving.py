@@ -25,8 +25,8 @@ from openrl.errors import BadRequest, Conflict, QuotaExceeded
 from openrl.keys.principal import may_read
 from openrl.store import checkpoints, retired, samplers
 from openrl.store.db import Database
-from openrl.store.records import Checkpoint, Sampler
-from openrl.types import CheckpointKind, RequestId
+from openrl.store.records import Checkpoint, Run, Sampler
+from openrl.types import CheckpointKind, FullSpec, RequestId
 from openrl.workers import messages
 from openrl.workers.protocol import Worker
 
@@ -80,7 +80,7 @@ class Saving:
         return await self._ephemeral(handle, worker, save)
 
     async def external(self, handle: RunHandle, worker: Worker, save: SaveExternal) -> Saved:
-        """`save_weights_external`: files to download, in PEFT's form. Raises Conflict (C1)."""
+        """`save_weights_external`: files to download, in PEFT's or Hugging Face's form. Raises Conflict (C1)."""
         address = Address(handle.id, CheckpointKind.EXTERNAL, save.name)
         await self._taken(address, overwrite=False)
         saved = await self._write(handle, worker, address, save.ttl_seconds, {}, recipients=save.recipients)
@@ -127,6 +127,7 @@ class Saving:
         if not may_read(load.reader or handle.run.owner, checkpoint.owner, public=checkpoint.public):
             raise absent.checkpoint(load.path)
         check_loadable(checkpoint, load)
+        _check_same_kind(checkpoint, handle.run)
         if self._pool.find(checkpoint.base_model) is not self._pool.find(handle.run.base_model):
             raise BadRequest(
                 f"checkpoint {load.path} was trained on {checkpoint.base_model!r}, this run on "
@@ -195,6 +196,18 @@ def _put(saved: Checkpoint, stale: str | None = None) -> Effect:
             retired.retire(db, stale, saved.created_at)
 
     return write
+
+
+def _check_same_kind(checkpoint: Checkpoint, run: Run) -> None:
+    """C3: an adapter cannot become a model's weights, nor the other way round."""
+    whole = isinstance(checkpoint.spec, FullSpec)
+    if whole == isinstance(run.spec, FullSpec):
+        return
+    holds, trains = ("all parameters", "a LoRA adapter") if whole else ("a LoRA adapter", "all parameters")
+    raise BadRequest(
+        f"checkpoint {checkpoint.path} holds {holds}; run {run.id} trains {trains}.",
+        "Create a training client from the checkpoint: it will train what the checkpoint holds.",
+    )
 
 
 def check_loadable(checkpoint: Checkpoint, load: LoadState) -> None:

@@ -15,10 +15,11 @@ from openrl.daemon.runs import MUTATING, RunHandle, Runs
 from openrl.daemon.tasks import Tasks
 from openrl.daemon.train_lane import InHand, TrainLane
 from openrl.errors import BackendFault, OpenRLError, WorkerDied
-from openrl.types import Op, SessionId
+from openrl.types import LoraSpec, Op, SessionId
 
 log = logging.getLogger(__name__)
 
+_LEAST_PAUSE = 19  # between snapshots of a run, in times of what one took
 _MAX_CRASHES = 2  # a request in hand at this many deaths of a worker is taken for their cause
 
 
@@ -62,6 +63,8 @@ class Scheduler:
             ready = self._ready()
             self._sync(ready, self._pool.models)
             devices = [self.lane(model.name).device() for model in self._pool.models.values() if model.open]
+            if not {head.model for head in ready} <= {device.model for device in devices}:
+                self._pool.listener.changed()  # a model that is not loaded has work
             for batch in plan(ready, devices, self._budget):
                 patience = self.lane(batch.model).patience(batch, {head.run for head in ready})
                 if patience:
@@ -131,6 +134,7 @@ class Scheduler:
             assert head is not None
             handle.in_hand, handle.served = True, self._turn
             members.append((handle, head))
+        self._pool.models[batch.model].claim()
         in_hand = self.lane(batch.model).begin(batch, members)
         self._batches.start(self._carry_out(in_hand), lambda error: self._fault(in_hand, error))
 
@@ -138,7 +142,7 @@ class Scheduler:
         model, members = self._pool.models[in_hand.batch.model], in_hand.members
         ended = False  # stays so at a bug of ours: the runs are then not taken up again before `_fault` has failed them
         try:
-            worker = await model.ready_worker()
+            worker = await model.ready_worker(claimed=True)
             assert model.info is not None
             weight = sum(self._weight(session) for session in in_hand.batch.underway.sessions)
             await self._executor.run(members, worker, model.info, weight, lambda: self._free(in_hand))
@@ -154,6 +158,7 @@ class Scheduler:
                     await self._executor.fail(handle, entry, error)
             ended = True
         finally:
+            model.release()
             self.lane(in_hand.batch.model).end(in_hand)
             if ended:
                 self._release(in_hand)
@@ -190,11 +195,16 @@ class Scheduler:
                 await self._executor.fail(handle, entry, error)
 
     async def _snapshot_if_due(self, handle: RunHandle, op: Op) -> None:
-        """Bound what a crash has to replay: after a load at once, else after a step when enough time has passed."""
+        """Bound what a crash has to replay: after a load at once, else after a step when enough time has passed.
+
+        A whole model is gigabytes. So it is written down at most a twentieth of the time, and a load not at all: it
+        can be replayed from its checkpoint, which is kept for that.
+        """
         if op not in MUTATING or handle.worker is None:
             return
         age = time.monotonic() - handle.snapshot_at
-        if op is Op.LOAD_STATE or (op is Op.OPTIM_STEP and age > self._snapshot_seconds):
+        due = op is Op.OPTIM_STEP and age > max(self._snapshot_seconds, _LEAST_PAUSE * handle.snapshot_took)
+        if due or (op is Op.LOAD_STATE and isinstance(handle.run.spec, LoraSpec)):
             try:
                 await self._recovery.snapshot(handle, handle.worker)
             except WorkerDied:

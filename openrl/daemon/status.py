@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import time
+from dataclasses import asdict
 from typing import Any
 
 from openrl.daemon.device_lanes import DeviceLanes, Use, as_json
@@ -80,7 +81,12 @@ class Status:
             "backend": report.backend if report else None,
             "device": report.device if report else None,
             "dtype": report.dtype if report else None,
-            "threads": report.threads if report else None,
+            "threads": (model.threads or report.threads) if report else None,
+            "listed": model.listed,
+            "memory_bytes": self._pool.held(model),
+            "needed_bytes": self._pool.need(model),
+            "last_used_at": model.last_used,
+            "sampler": asdict(model.sampler) if model.sampler else None,
             "busy": _busy(uses[model.name], self._started_at),
             "now": self._now(model),
         }

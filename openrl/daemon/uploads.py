@@ -23,6 +23,7 @@ from openrl.checkpoints.layout import Address
 from openrl.checkpoints.staging import Staging, Upload
 from openrl.codec import encode_json
 from openrl.daemon.copying import Copying
+from openrl.daemon.execute import check_spec
 from openrl.daemon.models import ModelPool
 from openrl.daemon.runs import Runs
 from openrl.daemon.sessions import Sessions
@@ -33,7 +34,6 @@ from openrl.store import checkpoints
 from openrl.store.db import Database
 from openrl.store.records import Checkpoint
 from openrl.types import RunId, SessionId
-from openrl.validation import check_lora
 
 log = logging.getLogger(__name__)
 
@@ -119,7 +119,7 @@ class Uploads:
         """
         self._check_running()
         check_announcement(announced, self._limits.max_upload_bytes)
-        self._check_base(announced)
+        await self._check_base(announced)
         identity = _identity(owner, announced)
         async with self._announcing:
             known = await self._known(identity, owner)
@@ -188,7 +188,7 @@ class Uploads:
             if upload.path is not None:
                 return upload.path
             self._check_complete(upload)
-            self._check_base(upload.announced)
+            await self._check_base(upload.announced)
             await self.check_room(owner, upload.announced.size)
             await asyncio.to_thread(self._check_digests, upload)
             await asyncio.to_thread(check_content, self._staging.folder(upload), upload.announced)
@@ -253,12 +253,10 @@ class Uploads:
         received = {name: self._staging.received(upload, name) for name in files}
         return UploadState(upload, received if upload.path is None else {name: d.size for name, d in files.items()})
 
-    def _check_base(self, announced: Announcement) -> None:
-        info = self._pool.find(announced.base_model).info
+    async def _check_base(self, announced: Announcement) -> None:
+        info = (await self._pool.admit(announced.base_model)).info
         if info is not None:
-            spec = announced.spec
-            flags = {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp, "train_unembed": spec.train_unembed}
-            check_lora(spec.rank, info, **flags)
+            check_spec(announced.spec, info)
 
     async def _check_limits(self, owner: str, announced: Announcement) -> None:
         under_way = [one for one in await asyncio.to_thread(lambda: list(self._staging.all())) if one.path is None]

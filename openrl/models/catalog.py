@@ -1,7 +1,8 @@
 """What the user's name for a model means, and which models need no hub.
 
 A source is, in this order: the name of an embedded model (or the name it is served under), a Hugging Face folder,
-a `.gguf` file, or a hub id. Only names and folders are looked at here: nothing is downloaded.
+a `.gguf` file, or a hub id, which as `hub:ORG/NAME` is never taken for a folder. Only names and folders are looked at
+here: nothing is downloaded.
 """
 
 from __future__ import annotations
@@ -98,7 +99,13 @@ DEFAULT = EMBEDDED[0]
 # What a client hands to AutoTokenizer: `name` or `org/name`, then perhaps a variant that the SDK cuts at the colon.
 _SERVED_NAME = re.compile(r"[A-Za-z0-9][\w.-]*(/[A-Za-z0-9][\w.-]*)?(:[\w.-]+)*", re.ASCII)
 _HUB_ID = re.compile(r"[A-Za-z0-9][\w.-]*/[A-Za-z0-9][\w.-]*", re.ASCII)
+HUB_PREFIX = "hub:"
 _SNAPSHOT = re.compile(r"models--(?P<org>[^/]+?)--(?P<name>[^/]+)/snapshots/[0-9a-f]{40}$")
+
+
+def is_hub_id(name: str) -> bool:
+    """Whether a name has the form of a hub id."""
+    return _HUB_ID.fullmatch(name) is not None
 
 
 def embedded(source: str) -> Embedded | None:
@@ -107,8 +114,15 @@ def embedded(source: str) -> Embedded | None:
     return next((model for model in EMBEDDED if wanted in (model.name.casefold(), model.served.casefold())), None)
 
 
+def hub_id(source: str) -> str:
+    """ORG/NAME of a hub source."""
+    return source.removeprefix(HUB_PREFIX)
+
+
 def kind(source: str) -> Kind:
     """What a source is. Raises ModelError, with the legal forms, if it is nothing we know."""
+    if source.startswith(HUB_PREFIX) and is_hub_id(hub_id(source)):
+        return Kind.HUB
     if embedded(source) is not None:
         return Kind.EMBEDDED
     path = Path(source).expanduser()
@@ -129,7 +143,7 @@ def resolve(source: str, aliases: Iterable[str] = ()) -> ModelSpec:
             assert model is not None
             return ModelSpec(model.served, model.name, _unique((model.name, *aliases)))
         case Kind.HUB:
-            return ModelSpec(source, source, _unique(aliases))
+            return ModelSpec(hub_id(source), source, _unique(aliases))
         case Kind.FOLDER:
             folder = Path(source).expanduser().resolve()
             return ModelSpec(_folder_name(folder), str(folder), _unique(aliases))

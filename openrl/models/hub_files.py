@@ -81,9 +81,13 @@ class HubFiles:
         self._datasets_dir = datasets_dir
         self._models: dict[str, ModelSpec] = {}
         for spec in models:
-            for name in (spec.name, *spec.aliases):
-                for repo in hub_cache.repos_of(name):
-                    self._models.setdefault(repo, spec)
+            self.add(spec)
+
+    def add(self, spec: ModelSpec) -> None:
+        """Give out the files of one more model."""
+        for name in (spec.name, *spec.aliases):
+            for repo in hub_cache.repos_of(name):
+                self._models.setdefault(repo, spec)
 
     def model(self, repo: str) -> HubRepo | None:
         """The repo of a served name or alias. Raises NotReady while the model is being fetched or converted."""

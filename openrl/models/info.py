@@ -11,7 +11,7 @@ from typing import Any
 
 import psutil
 
-from openrl.errors import ModelError
+from openrl.errors import ModelError, NoRoom
 from openrl.types import ModelInfo
 
 MAX_LORA_RANK = 256
@@ -64,14 +64,14 @@ def available_memory() -> int:
 
 
 def check_fits(name: str, info: ModelInfo, dtype: str, available: int) -> None:
-    """Raises ModelError, with the numbers, if a model does not fit into `available` bytes."""
+    """Raises NoRoom, with the numbers, if a model does not fit into `available` bytes."""
     needed = memory_needed(info, dtype)
     if needed <= available:
         return
     hint = "Serve a smaller model or free memory."
     if dtype != "bfloat16" and memory_needed(info, "bfloat16") <= available:
         hint = "With --dtype bfloat16 it would fit."
-    raise ModelError(
+    raise NoRoom(
         f"{name} has {info.parameters / 1e6:,.0f} million weights and needs about {needed / _GIB:.1f} GiB in "
         f"{'float32' if dtype == 'auto' else dtype}, but only {available / _GIB:.1f} GiB are free.",
         hint,

@@ -45,7 +45,7 @@ def _make(spec: ModelSpec, data_dir: Path, report: Callable[[Progress], None]) -
         case Kind.GGUF:
             return _convert(Path(spec.source), spec, data_dir, report)
         case Kind.HUB:
-            return hub.download(spec.source, report)
+            return hub.download(catalog.hub_id(spec.source), report)
         case Kind.FOLDER:
             return Path(spec.source)
 

@@ -29,7 +29,7 @@ def locate(spec: ModelSpec, data_dir: Path) -> Path | None:
         case Kind.FOLDER:
             return Path(spec.source)
         case Kind.HUB:
-            return hub.cached_snapshot(spec.source)
+            return hub.cached_snapshot(catalog.hub_id(spec.source))
         case Kind.EMBEDDED:
             folder = converted_folder(spec, data_dir)
             return folder if manifest.read(folder) else None
@@ -72,7 +72,7 @@ def remove(model: Stored, data_dir: Path) -> int:
     if model.kind is Kind.HUB:
         raise ModelError(
             f"{model.spec.name} lies in the Hugging Face cache, which other programs use too.",
-            f"Remove it with `hf cache rm model/{model.spec.source}`.",
+            f"Remove it with `hf cache rm model/{catalog.hub_id(model.spec.source)}`.",
         )
     targets = [converted_folder(model.spec, data_dir), *_kept_gguf(model, data_dir)]
     for target in targets:

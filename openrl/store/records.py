@@ -8,7 +8,7 @@ from enum import StrEnum
 from typing import Any
 
 from openrl.keys.principal import LOCAL_OWNER
-from openrl.types import CheckpointKind, LoraSpec, Op, RequestId, RunId, SamplerId, SessionId
+from openrl.types import CheckpointKind, Op, RequestId, RunId, SamplerId, SessionId, TrainSpec
 
 DEFAULT_PROJECT = "default"  # of sessions that named none
 
@@ -52,12 +52,12 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Run:
-    """One LoRA adapter in training (`model_id` on the wire)."""
+    """One LoRA adapter, or a whole model, in training (`model_id` on the wire)."""
 
     id: RunId
     session_id: SessionId
     base_model: str  # the served name as the client gave it (may be an alias)
-    spec: LoraSpec
+    spec: TrainSpec
     state: RunState
     user_metadata: Mapping[str, Any]
     created_at: float
@@ -88,7 +88,7 @@ class Checkpoint:
     name: str
     folder: str  # relative to the checkpoints folder
     base_model: str
-    spec: LoraSpec
+    spec: TrainSpec
     size_bytes: int
     created_at: float
     expires_at: float | None

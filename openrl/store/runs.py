@@ -7,7 +7,7 @@ import sqlite3
 from dataclasses import asdict, dataclass
 
 from openrl.store.records import DEFAULT_PROJECT, Run, RunState
-from openrl.types import LoraSpec, RunId, SessionId
+from openrl.types import RunId, SessionId, TrainSpec, spec_from
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,11 +43,20 @@ def insert(db: sqlite3.Connection, run: Run) -> bool:
     return cursor.rowcount == 1
 
 
+def base_models(db: sqlite3.Connection) -> list[str]:
+    """Names of the base models of runs that are not over, and of samplers."""
+    over = (RunState.BROKEN, RunState.CLOSED)
+    rows = db.execute(
+        "SELECT base_model FROM runs WHERE state NOT IN (?, ?) UNION SELECT base_model FROM samplers", over
+    )
+    return [str(row[0]) for row in rows]
+
+
 def set_state(db: sqlite3.Connection, run: RunId, state: RunState, reason: str = "") -> None:
     db.execute("UPDATE runs SET state = ?, reason = ? WHERE id = ?", (state, reason, run))
 
 
-def set_spec(db: sqlite3.Connection, run: RunId, spec: LoraSpec) -> None:
+def set_spec(db: sqlite3.Connection, run: RunId, spec: TrainSpec) -> None:
     db.execute("UPDATE runs SET spec = ? WHERE id = ?", (encode_spec(spec), run))
 
 
@@ -110,12 +119,12 @@ def _where(project: str | None, owner: str | None) -> tuple[str, tuple[object, .
     return (where, values) if owner is None else (f"owner = ? AND {where}", (owner, *values))
 
 
-def encode_spec(spec: LoraSpec) -> str:
+def encode_spec(spec: TrainSpec) -> str:
     return json.dumps(asdict(spec))
 
 
-def decode_spec(text: str) -> LoraSpec:
-    return LoraSpec(**json.loads(text))
+def decode_spec(text: str) -> TrainSpec:
+    return spec_from(json.loads(text))
 
 
 def _stored(row: sqlite3.Row) -> StoredRun:

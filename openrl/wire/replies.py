@@ -12,7 +12,7 @@ from typing import Any
 from openrl.codec import as_text
 from openrl.daemon.work import ModelStatus, Pending
 from openrl.store.records import Checkpoint, Completion, Run, RunState, Sampler
-from openrl.types import CheckpointKind, RequestId
+from openrl.types import CheckpointKind, LoraSpec, RequestId, TrainSpec
 from openrl.wire.identity import user_urn
 
 # Switched on is only what is served (2.2). Values that the SDK has as defaults are stated where they matter to us.
@@ -81,7 +81,8 @@ def _completion(completion: Completion) -> dict[str, Any]:
 
 
 def capabilities(models: Iterable[ModelStatus], *, custom_losses: bool) -> dict[str, Any]:
-    """2.8; `max_lora_rank`, `alias_of`, `state` and `custom_losses` are our own and ignored by the SDK."""
+    """2.8; `max_lora_rank`, `full_tuning` (rank 0), `alias_of`, `state` and `custom_losses` are our own, which the SDK
+    ignores."""
     return {"supported_models": [{**_capability(model), "custom_losses": custom_losses} for model in models]}
 
 
@@ -93,6 +94,8 @@ def _capability(model: ModelStatus) -> dict[str, Any]:
     if model.info is not None:
         entry["max_context_length"] = model.info.max_context
         entry["max_lora_rank"] = model.info.max_lora_rank
+        if model.info.full_tuning is not None:
+            entry["full_tuning"] = model.info.full_tuning
     return entry
 
 
@@ -108,8 +111,7 @@ def run_info(run: Run, model: ModelStatus | None) -> dict[str, Any]:
         "model_id": run.id,
         "model_data": data,
         "model_name": run.base_model,
-        "is_lora": True,
-        "lora_rank": run.spec.rank,
+        **_adaptation(run.spec),
         "optimizer_config": {"type": "adamw"},
     }
 
@@ -120,8 +122,7 @@ def training_run(run: Run) -> dict[str, Any]:
         "training_run_id": run.id,
         "base_model": run.base_model,
         "model_owner": user_urn(run.owner),
-        "is_lora": True,
-        "lora_rank": run.spec.rank,
+        **_adaptation(run.spec),
         "corrupted": run.state is RunState.BROKEN,
         "last_request_time": timestamp(run.last_request_at),
         "user_metadata": {key: as_text(value) for key, value in run.user_metadata.items()},
@@ -166,13 +167,21 @@ def weights_info(checkpoint: Checkpoint) -> dict[str, Any]:
     """7.4."""
     return {
         "base_model": checkpoint.base_model,
-        "is_lora": True,
-        "lora_rank": checkpoint.spec.rank,
-        "train_attn": checkpoint.spec.train_attn,
-        "train_mlp": checkpoint.spec.train_mlp,
-        "train_unembed": checkpoint.spec.train_unembed,
+        **_adaptation(checkpoint.spec),
+        **_trained(checkpoint.spec),
         "optimizer_config": {"type": "adamw"},
     }
+
+
+def _adaptation(spec: TrainSpec) -> dict[str, Any]:
+    """C9: a run that trains all parameters has no rank."""
+    return {"is_lora": isinstance(spec, LoraSpec), "lora_rank": spec.rank}
+
+
+def _trained(spec: TrainSpec) -> dict[str, bool]:
+    if isinstance(spec, LoraSpec):
+        return {"train_attn": spec.train_attn, "train_mlp": spec.train_mlp, "train_unembed": spec.train_unembed}
+    return {"train_attn": True, "train_mlp": True, "train_unembed": True}
 
 
 def timestamp(seconds: float) -> str:

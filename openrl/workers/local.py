@@ -13,6 +13,7 @@ import subprocess
 import sys
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from multiprocessing.connection import Connection
 
 from openrl.backends.base import SampleJob
@@ -25,15 +26,18 @@ from openrl.workers.messages import (
     FromWorker,
     News,
     OpResult,
+    Prepared,
     Progress,
     Ready,
     Returned,
     Sampled,
+    SamplerNews,
     Stop,
     Stopwatch,
     ToWorker,
     Turns,
     Unusable,
+    UseThreads,
     WorkerOp,
     WorkerSpec,
 )
@@ -62,9 +66,28 @@ class LocalWorker:
         return self._process.pid if self._process is not None else None
 
     async def start(self, on_news: Callable[[News], None]) -> tuple[ModelInfo, DeviceReport]:
+        ready = await self._launch(on_news)
+        assert isinstance(ready, Ready)
+        return ready.info, ready.report
+
+    async def fetch(self, on_news: Callable[[News], None]) -> None:
+        """Instead of `start`: only have the model's files fetched and converted. Raises ModelError."""
+        self._spec = replace(self._spec, load=False)
+        try:
+            await self._launch(on_news)
+        finally:
+            await self.close(0.0)
+
+    def use_threads(self, threads: int) -> None:
+        self._spec = replace(self._spec, threads=threads)
+        if self.alive:
+            self._outbox.put(UseThreads(threads))
+
+    async def _launch(self, on_news: Callable[[News], None]) -> Ready | Prepared:
+        """Start the process and wait until it says that it has opened its model, or prepared it."""
         self._loop = asyncio.get_running_loop()
         self._on_news = on_news
-        self._opened: asyncio.Future[Ready] = self._loop.create_future()
+        self._opened: asyncio.Future[Ready | Prepared] = self._loop.create_future()
         ours, theirs = socket.socketpair()
         with theirs:
             fd = theirs.fileno()
@@ -78,8 +101,7 @@ class LocalWorker:
         threading.Thread(target=self._pump_in, args=(connection,), daemon=True, name="worker-in").start()
         threading.Thread(target=self._pump_out, args=(connection,), daemon=True, name="worker-out").start()
         self._outbox.put(self._spec)
-        ready = await self._opened
-        return ready.info, ready.report
+        return await self._opened
 
     async def call(self, op: WorkerOp, watch: Stopwatch | None = None) -> OpResult:
         self._check_alive()
@@ -153,9 +175,9 @@ class LocalWorker:
 
     def _take(self, message: FromWorker) -> None:
         match message:
-            case Progress() | Turns():
+            case Progress() | Turns() | SamplerNews():
                 self._on_news(message)
-            case Ready():
+            case Ready() | Prepared():
                 self._opened.set_result(message)
             case Unusable(error):
                 self._opened.set_exception(error)

@@ -17,7 +17,7 @@ from typing import TypeVar
 
 from openrl.backends.base import Backend
 from openrl.errors import BackendFault, OpenRLError
-from openrl.types import RunId, SessionId, session_of
+from openrl.types import RunId, SamplerReport, SessionId, session_of
 from openrl.workers.memory import Trimmer
 from openrl.workers.messages import (
     AddSample,
@@ -32,10 +32,13 @@ from openrl.workers.messages import (
     OptimStep,
     PassResult,
     Returned,
+    SamplerNews,
     Save,
     Stopwatch,
     ToWorker,
     TrainPass,
+    UseThreads,
+    Woken,
     WorkerOp,
 )
 from openrl.workers.recorder import Recorder
@@ -73,10 +76,13 @@ class Loop:
         rows: int = _ROWS,
     ) -> None:
         self._train = backend.train
+        self._use_threads = backend.use_threads
         self._inbox = inbox
         self._send = send
         self._recorder = Recorder(send)
-        self._samples = SampleLane(backend.sample, rows, send, self._recorder)
+        self._apart = backend.apart
+        self._told: SamplerReport | None = None
+        self._samples = SampleLane(backend.sample, rows, send, self._recorder, backend.apart)
         self._calls: deque[Call] = deque()
         self._passes: list[_Pass] = []
         self._train_lead = 0.0  # seconds that training had more than sampling while both had work
@@ -85,6 +91,7 @@ class Loop:
 
     def run(self) -> None:
         """Work until told to stop."""
+        self._tell_of_sampler()
         while True:
             self._read()
             if self._stopping and not self._passes:
@@ -117,6 +124,10 @@ class Loop:
                 self._samples.add(job)
             case CancelSample(request):
                 self._samples.cancel(request)
+            case Woken():
+                pass  # the sampler has become busy
+            case UseThreads(threads):
+                self._use_threads(threads)
             case _:
                 self._stopping = True
                 self._calls.clear()
@@ -134,11 +145,20 @@ class Loop:
             self._train_turn()
             self._train_lead += time.perf_counter() - start
         self._recorder.report(idle=False)
+        self._tell_of_sampler()
+
+    def _tell_of_sampler(self) -> None:
+        """Tell the daemon when a sampler that works apart is no longer as it was."""
+        if self._apart is not None and self._apart.report != self._told:
+            self._told = self._apart.report
+            self._send(SamplerNews(self._told))
 
     def _hurry(self) -> bool:
         """Whether sampling goes next although it has had its share. It is paid back: training then gets as much more
-        later, and once sampling is too far ahead newcomers wait as everyone does."""
-        return self._samples.expectant and self._train_lead > -_ADVANCE_SECONDS
+        later, and once sampling is too far ahead newcomers wait as everyone does. A sampler in another process waits
+        for its next sequences with nothing to do, so it always is in a hurry."""
+        hurried = self._samples.expectant or self._apart is not None
+        return hurried and self._train_lead > -_ADVANCE_SECONDS
 
     def _train_turn(self) -> None:
         """One operation that is not a pass, or one micro-batch of a pass."""

@@ -9,7 +9,9 @@ import queue
 import signal
 import sys
 import threading
+from collections.abc import Callable
 from multiprocessing.connection import Connection
+from pathlib import Path
 
 import psutil
 
@@ -19,22 +21,27 @@ from openrl.errors import BackendFault, OpenRLError
 from openrl.models.prepare import check_memory, prepare
 from openrl.models.progress import Progress as ModelProgress
 from openrl.workers.loop import Loop
-from openrl.workers.messages import FromWorker, Progress, Ready, ToWorker, Unusable, WorkerSpec
+from openrl.workers.messages import FromWorker, Prepared, Progress, Ready, ToWorker, Unusable, Woken, WorkerSpec
 
 log = logging.getLogger(__name__)
 
 
 def main() -> None:
     """Open the model that the daemon asks for, then serve it until told to stop or the daemon is gone."""
-    _die_with_parent()
+    die_with_parent()
     for stop in (signal.SIGINT, signal.SIGTERM):  # both may reach the whole group; the daemon decides when we end
         signal.signal(stop, signal.SIG_IGN)
-    _set_before_torch()
+    set_before_torch()
     logging.basicConfig(level=logging.WARNING, format="%(levelname)s worker %(name)s: %(message)s")
     connection = Connection(int(sys.argv[1]))
     spec = connection.recv()
+    inbox: queue.SimpleQueue[ToWorker | None] = queue.SimpleQueue()
     try:
-        backend = _open(spec, connection)
+        folder = _prepare(spec, connection)
+        if not spec.load:
+            connection.send(Prepared())
+            return
+        backend = open_backend(spec, folder, _reporter(connection), lambda: inbox.put(Woken()))
     except OpenRLError as error:
         connection.send(Unusable(error))
         return
@@ -44,7 +51,6 @@ def main() -> None:
             Unusable(BackendFault(f"opening {spec.model.source!r} failed: {type(error).__name__}: {error}"))
         )
         return
-    inbox: queue.SimpleQueue[ToWorker | None] = queue.SimpleQueue()
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
     connection.send(Ready(backend.info, backend.report))
     Loop(backend, inbox, _sender(connection), spec.max_sample_rows).run()
@@ -52,13 +58,23 @@ def main() -> None:
     os._exit(0)  # all is answered and written; taking torch down object by object would cost seconds of every restart
 
 
-def _open(spec: WorkerSpec, connection: Connection) -> Backend:
+def _prepare(spec: WorkerSpec, connection: Connection) -> Path:
+    """The folder of the model's files, made if need be."""
+
     def report(progress: ModelProgress) -> None:
         connection.send(Progress(progress.stage, progress.done, progress.total))
 
-    folder = prepare(spec.model, spec.data_dir, report)
+    return prepare(spec.model, spec.data_dir, report)
+
+
+def _reporter(connection: Connection) -> Callable[[str], None]:
+    return lambda stage: connection.send(Progress(stage, 0, None))
+
+
+def open_backend(spec: WorkerSpec, folder: Path, report: Callable[[str], None], wake: Callable[[], None]) -> Backend:
+    """Open the model of a ready folder; see `BackendSpec` for the callbacks. Raises OpenRLError if it is unusable."""
     check_memory(folder, spec.dtype)
-    connection.send(Progress("loading", 0, None))
+    report("loading")
     return registry.opener(spec.backend)(
         BackendSpec(
             folder=folder,
@@ -70,6 +86,10 @@ def _open(spec: WorkerSpec, connection: Connection) -> Backend:
             max_kv_tokens=spec.max_kv_tokens,
             prefix_cache_tokens=spec.prefix_cache_tokens,
             name=spec.model.name,
+            sampler=spec.sampler,
+            vllm=spec.vllm,
+            wake=wake,
+            report=report,
         )
     )
 
@@ -97,7 +117,7 @@ class _sender:
             log.warning("the daemon is gone; a result is dropped")
 
 
-def _set_before_torch() -> None:
+def set_before_torch() -> None:
     """What torch's libraries read when they are loaded."""
     # Idle OpenMP threads that spin take the cores from the daemon; ones that sleep at once cost a system call for each
     # of a decoding step's thousand small products. So they spin for well under a millisecond, then sleep.
@@ -111,7 +131,7 @@ def _set_before_torch() -> None:
     os.putenv("THP_MEM_ALLOC_ENABLE", "1")
 
 
-def _die_with_parent() -> None:
+def die_with_parent() -> None:
     """Ask Linux to end this process when the daemon ends, however hard, so that a restart finds the memory free."""
     if sys.platform == "linux":
         pr_set_pdeathsig = 1

@@ -6,20 +6,21 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from openrl.backends.base import SampleJob, TrainItem
+from openrl.backends.base import SampleJob, TrainItem, VllmSpec
 from openrl.errors import OpenRLError
 from openrl.types import (
     AdamParams,
     DeviceReport,
-    LoraSpec,
     ModelInfo,
     ModelSpec,
     OptimOutput,
     RequestId,
     RunId,
     SampleOutput,
+    SamplerReport,
     SessionId,
     TrainOutput,
+    TrainSpec,
 )
 
 # ---- what a worker is told once, at its start ----
@@ -38,6 +39,9 @@ class WorkerSpec:
     max_sample_rows: int
     max_kv_tokens: int
     prefix_cache_tokens: int = 16384
+    sampler: str = "engine"
+    vllm: VllmSpec | None = None
+    load: bool = True  # False: only have the files fetched and converted
 
 
 # ---- operations: one at a time, in order, each answered ----
@@ -46,7 +50,7 @@ class WorkerSpec:
 @dataclass(frozen=True, slots=True)
 class CreateRun:
     run: RunId
-    spec: LoraSpec
+    spec: TrainSpec
 
 
 @dataclass(frozen=True, slots=True)
@@ -113,11 +117,23 @@ class CancelSample:
 
 
 @dataclass(frozen=True, slots=True)
+class UseThreads:
+    """How many CPU threads the worker may use from now on, since others work beside it, or no more."""
+
+    threads: int
+
+
+@dataclass(frozen=True, slots=True)
+class Woken:
+    """From within the worker: its sampler, which works in a process of its own, has news."""
+
+
+@dataclass(frozen=True, slots=True)
 class Stop:
     """Leave the loop after the operation in hand."""
 
 
-ToWorker = WorkerSpec | Call | AddSample | CancelSample | Stop
+ToWorker = WorkerSpec | Call | AddSample | CancelSample | UseThreads | Woken | Stop
 
 
 # ---- worker to daemon ----
@@ -130,6 +146,11 @@ class Progress:
     stage: str
     done: int
     total: int | None
+
+
+@dataclass(frozen=True, slots=True)
+class Prepared:
+    """The model's files are here, which is all that was asked for; the worker ends."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,6 +220,13 @@ class Turns:
 
 
 @dataclass(frozen=True, slots=True)
+class SamplerNews:
+    """A sampler that works in a process of its own has started, ended, or goes on otherwise than before."""
+
+    report: SamplerReport
+
+
+@dataclass(frozen=True, slots=True)
 class Returned:
     number: int
     result: OpResult | OpenRLError
@@ -212,5 +240,5 @@ class Sampled:
     watch: Stopwatch
 
 
-News = Progress | Turns  # what a worker tells unasked
-FromWorker = News | Ready | Unusable | Returned | Sampled
+News = Progress | Turns | SamplerNews  # what a worker tells unasked
+FromWorker = News | Prepared | Ready | Unusable | Returned | Sampled

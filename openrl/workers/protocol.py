@@ -56,3 +56,12 @@ class Process(Protocol):
     def pid(self) -> int | None:
         """None until it is started."""
         ...
+
+
+@runtime_checkable
+class Threaded(Protocol):
+    """A worker that computes on CPU threads."""
+
+    def use_threads(self, threads: int) -> None:
+        """Use so many from now on; before its start: from the start on."""
+        ...

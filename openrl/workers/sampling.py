@@ -11,7 +11,7 @@ import time
 from collections import Counter
 from collections.abc import Callable
 
-from openrl.backends.base import SampleBackend, SampleJob
+from openrl.backends.base import Apart, SampleBackend, SampleJob
 from openrl.errors import BackendFault, OpenRLError
 from openrl.types import RequestId, SampleOutput, session_of
 from openrl.workers.backlog import Backlog
@@ -24,10 +24,19 @@ Finished = list[tuple[RequestId, SampleOutput | OpenRLError]]
 
 
 class SampleLane:
-    """Owns the sampler. `rows` are the sequences that it decodes together."""
+    """Owns the sampler. `rows` are the sequences that it decodes together; `apart` is the sampler again, if it works
+    in a process of its own."""
 
-    def __init__(self, sampler: SampleBackend, rows: int, send: Callable[[Sampled], None], recorder: Recorder) -> None:
+    def __init__(
+        self,
+        sampler: SampleBackend,
+        rows: int,
+        send: Callable[[Sampled], None],
+        recorder: Recorder,
+        apart: Apart | None = None,
+    ) -> None:
         self._sampler = sampler
+        self._apart = apart
         self._rows = rows
         self._send = send
         self._recorder = recorder
@@ -38,7 +47,7 @@ class SampleLane:
     @property
     def busy(self) -> bool:
         """Whether `turn` has work."""
-        return bool(self._backlog) or self._sampler.busy
+        return (bool(self._backlog) and self._room > 0) or self._sampler.busy
 
     @property
     def expectant(self) -> bool:
@@ -59,33 +68,41 @@ class SampleLane:
             self._sampler.cancel(request)
 
     def turn(self) -> float:
-        """One turn of the sampler; returns its seconds."""
+        """One turn of the sampler; returns its seconds in this process."""
         self._feed()
         if not self._sampler.busy:
             return 0.0
         began_at, start = time.time(), time.perf_counter()
         finished = self._guarded(self._sampler.step, None) or []
         seconds = time.perf_counter() - start
-        self._share(began_at, seconds, [*self._sampler.active, *(request for request, _ in finished)])
+        if self._apart is None:
+            self._share(began_at, seconds, [*self._sampler.active, *(request for request, _ in finished)])
+        for spent in self._apart.spent() if self._apart is not None else ():
+            self._share(spent.began_at, spent.seconds, [*spent.rows], spent.steps)
         for request, result in finished:
             self._finish(request, result)
         return seconds
 
     def _feed(self) -> None:
         """Hand over samples as long as rows are free for them."""
-        free = self._rows - len(self._sampler.active)
-        while self._backlog and self._sampler.waiting < free:
+        while self._backlog and self._room > 0:
             job = self._backlog.take()
             self._recorder.begun(job.request)
             self._guarded(lambda job=job: self._sampler.add(job), job.request)
 
-    def _share(self, began_at: float, seconds: float, sharers: list[RequestId]) -> None:
-        """Divide a turn among the sequences that took part in it."""
+    @property
+    def _room(self) -> int:
+        """Sequences that could begin now."""
+        return self._rows - len(self._sampler.active) - self._sampler.waiting
+
+    def _share(self, began_at: float, seconds: float, sharers: list[RequestId], steps: int = 1) -> None:
+        """Divide a turn, in which each drew `steps` tokens, among the sequences that took part in it."""
         for request in sharers:
             if request in self._watches:
                 self._watches[request].add(began_at, seconds / len(sharers))
         self._newcomers.difference_update(sharers)
-        self._backlog.drawn(sharers)
+        for _ in range(steps):
+            self._backlog.drawn(sharers)
         rows = Counter(map(session_of, sharers))
         sessions = {session: seconds * count / len(sharers) for session, count in rows.items()}
         self._recorder.turn(Kind.SAMPLE, began_at, seconds, sessions, len(sharers))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -10,7 +11,7 @@ import pytest
 from openrl.backends.torch.train import Trainer
 from support import tiny
 from support.reference import Reference
-from support.training import trainer
+from support.training import ENGINES, Held, open_trainer, trainer
 
 
 @pytest.fixture(scope="session")
@@ -43,3 +44,15 @@ def references(model_folder: Callable[..., Path]) -> Callable[..., Reference]:
 def llama(model_folder: Callable[..., Path]) -> Trainer:
     """A float32 trainer on the tiny llama."""
     return trainer(model_folder("llama"))
+
+
+@pytest.fixture(params=ENGINES)
+def engine(request: pytest.FixtureRequest) -> str:
+    """A backend that trains on this machine; tests that ask for it run on each."""
+    return request.param
+
+
+@pytest.fixture
+def opened(engine: str) -> Callable[..., Held]:
+    """`opened(folder, dtype="float32", max_batch_tokens=256)` opens a trainer of the backend."""
+    return partial(open_trainer, engine)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
+import importlib
 from pathlib import Path
 
 import numpy as np
 import pytest
 
 from openrl.backends.base import Backend, BackendSpec, SampleJob, TrainItem
-from openrl.backends.cpu import open_backend
 from openrl.types import (
     AdamParams,
     AdapterRef,
@@ -49,10 +49,14 @@ def sample(backend: Backend, adapter: AdapterRef, tokens: list[int], n: int, max
     raise AssertionError("the sampler lost its job")
 
 
+@pytest.mark.parametrize("engine", ["cpu", "mps"])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 @pytest.mark.parametrize("tied", [True, False])
-def test_s6_s14_s15_sampler_equals_trainer(tmp_path: Path, family: str, tied: bool) -> None:
+def test_s6_s14_s15_sampler_equals_trainer(tmp_path: Path, engine: str, family: str, tied: bool) -> None:
     """S6, S14 (v2 < 1e-8 on one device in float32), S15: also once the run has moved on."""
+    if engine == "mps":
+        pytest.importorskip("mlx.core", reason="needs mlx")
+    open_backend = importlib.import_module(f"openrl.backends.{engine}").open_backend
     backend = open_backend(
         BackendSpec(tiny.build(tmp_path / "m", family, tied=tied), "cpu", "float32", 1, 512, 8, 4096)
     )

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+import json
+import math
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -10,24 +12,22 @@ import pytest
 import torch
 
 from openrl.backends.base import SampleJob
-from openrl.backends.torch.kv import KVCache
-from openrl.backends.torch.sample_fused import FusedBackbone
 from openrl.errors import BadRequest, OutOfMemory
 from openrl.types import RequestId, SampleOutput
 from support import tiny
-from support.sampling import Ask, World, payload, run, run_all
+from support.sampling import Ask, MlxWorld, World, open_world, payload, run, run_all, worlds
 
 FAMILIES = tiny.FAMILIES
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=worlds(*FAMILIES))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp(request.param), request.param)
+    return open_world(request.param, tmp_path_factory.mktemp(request.param))
 
 
-@pytest.fixture(scope="module")
-def llama(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("plain"), "llama")
+@pytest.fixture(scope="module", params=worlds("llama"))
+def llama(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return open_world(request.param, tmp_path_factory.mktemp("plain"))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -81,6 +81,18 @@ def test_prompts_in_parts_change_nothing(world: World) -> None:
         Ask(payload(prompt(13, 8), max_tokens=6, seed=4, stop=()), "a", at=2),
     ]
     check(world, asks, run(world.sampler(prefill_tokens=16), asks))
+
+
+def test_masks_for_heads_in_groups(tmp_path: Path) -> None:
+    """mlx-lm's Gemma 2, which knows no windows, with one as long as the context: as many rows as heads, and more."""
+    config = tiny.build(tmp_path, "gemma2") / "config.json"
+    config.write_text(json.dumps(json.loads(config.read_text()) | {"sliding_window": 256}))
+    asks = [
+        Ask(payload(prompt(i, 5 + 3 * i), max_tokens=4 + i, seed=i, temperature=float(i % 2), stop=()), "ab"[i % 2])
+        for i in range(4)
+    ]
+    world = MlxWorld(tmp_path, None)
+    check(world, asks, run(world.sampler(), asks))
 
 
 def test_long_sequences_beyond_the_window(world: World) -> None:
@@ -214,24 +226,19 @@ def test_an_adapter_that_cannot_load_fails_its_own_request_only(llama: World) ->
 class Failing:
     """Makes the model run out of memory when a pass has more rows or tokens than it may."""
 
-    def __init__(self, monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> None:
+    def __init__(self, world: World, monkeypatch: pytest.MonkeyPatch, rows: int, tokens: int) -> None:
         self.failures = 0
-        self._rows, self._tokens = rows, tokens
-        for name in ("prompt", "step"):
-            monkeypatch.setattr(FusedBackbone, name, self._limited(getattr(FusedBackbone, name)))
 
-    def _limited(self, real: Callable[..., torch.Tensor]) -> Callable[..., torch.Tensor]:
-        def limited(backbone: FusedBackbone, ids: torch.Tensor, *rest: Any) -> torch.Tensor:
-            if ids.shape[0] > self._rows or ids.numel() > self._tokens:
+        def before(shape: tuple[int, ...]) -> None:
+            if shape[0] > rows or math.prod(shape) > tokens:
                 self.failures += 1
-                raise torch.OutOfMemoryError("CUDA out of memory.")
-            return real(backbone, ids, *rest)
+                raise world.out_of_memory()
 
-        return limited
+        world.watch_passes(monkeypatch, before)
 
 
 def test_running_out_of_memory_is_survived(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    failing = Failing(monkeypatch, rows=2, tokens=70)
+    failing = Failing(llama, monkeypatch, rows=2, tokens=70)
     asks = crowd()
     results = run(llama.sampler(), asks)
     assert failing.failures
@@ -239,7 +246,7 @@ def test_running_out_of_memory_is_survived(llama: World, monkeypatch: pytest.Mon
 
 
 def test_what_does_not_fit_alone_fails_with_out_of_memory(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    Failing(monkeypatch, rows=2, tokens=20)
+    Failing(llama, monkeypatch, rows=2, tokens=20)
     asks = [
         Ask(payload(prompt(90, 150), max_tokens=5, seed=1, stop=())),
         Ask(payload(prompt(91, 5), 2, max_tokens=5, seed=1, stop=())),
@@ -255,17 +262,17 @@ def test_running_out_of_memory_while_the_cache_grows(
 ) -> None:
     """A cache that may be half moved is given up; all sequences are computed anew."""
     calls = 0
-    real = KVCache.reserve
+    real = llama.kv.reserve
 
-    def reserve(cache: KVCache, *sizes: int) -> None:
+    def reserve(cache: Any, *sizes: int) -> None:
         nonlocal calls
         calls += 1
         if calls in failing:
             cache.keys = cache.keys[:1]
-            raise RuntimeError("DefaultCPUAllocator: can't allocate memory: you tried to allocate 1 bytes.")
+            raise llama.out_of_memory(by_words=True)
         real(cache, *sizes)
 
-    monkeypatch.setattr(KVCache, "reserve", reserve)
+    monkeypatch.setattr(llama.kv, "reserve", reserve)
     asks = [
         Ask(payload(prompt(100, 5), max_tokens=150, seed=1, stop=()), "a"),
         Ask(payload(prompt(101, 5), 2, max_tokens=9, seed=2, stop=()), "b", at=2),
@@ -276,10 +283,10 @@ def test_running_out_of_memory_while_the_cache_grows(
 
 
 def test_a_cache_that_can_never_be_had_fails_the_request(llama: World, monkeypatch: pytest.MonkeyPatch) -> None:
-    def reserve(cache: KVCache, *sizes: int) -> None:
-        raise torch.OutOfMemoryError("CUDA out of memory.")
+    def reserve(cache: Any, *sizes: int) -> None:
+        raise llama.out_of_memory()
 
-    monkeypatch.setattr(KVCache, "reserve", reserve)
+    monkeypatch.setattr(llama.kv, "reserve", reserve)
     asks = [Ask(payload(prompt(i, 5), 2, max_tokens=9, seed=i)) for i in range(2)]
     assert all(isinstance(r, OutOfMemory) for r in run_all(llama.sampler(), asks))
 

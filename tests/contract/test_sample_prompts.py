@@ -7,17 +7,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from openrl.backends.torch import score
+from openrl.backends.common import scoring
 from openrl.errors import BadRequest
 from openrl.types import Cells, SamplingParams, TopK
-from support.sampling import Ask, World, log_softmax, naive_draw, payload, run
+from support.sampling import Ask, World, log_softmax, naive_draw, open_world, payload, run, worlds
 
 FAMILIES = ("llama", "qwen3", "gemma3")
 
 
-@pytest.fixture(scope="module", params=FAMILIES)
+@pytest.fixture(scope="module", params=worlds(*FAMILIES, mlx=("llama", "gemma3")))
 def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp(request.param), request.param)
+    return open_world(request.param, tmp_path_factory.mktemp(request.param))
 
 
 def prompt(seed: int, length: int) -> list[int]:
@@ -114,7 +114,7 @@ def test_topk_of_samples_is_scaled_by_temperature_s1(world: World) -> None:
 
 def test_the_head_is_taken_a_few_positions_at_a_time(world: World, monkeypatch: pytest.MonkeyPatch) -> None:
     """[N, V] is never held whole; the parts end at odd places and in the middle of adapters."""
-    monkeypatch.setattr(score, "_CELLS", 7 * 97)
+    monkeypatch.setattr(scoring, "_CELLS", 7 * 97)
     asks = [
         Ask(payload(prompt(i, 10 + i), 2, max_tokens=3, seed=i, stop=(), prompt_logprobs=True), adapter)
         for i, adapter in enumerate(["a", None, "b", "a", "b", None])
@@ -270,7 +270,7 @@ def test_extras_when_the_head_is_taken_a_few_positions_at_a_time(world: World, m
         for i, adapter in enumerate(["a", None, "b", "a", "b", None])
     ]
     whole = run(world.sampler(), asks)
-    monkeypatch.setattr(score, "_CELLS", 7 * 97)
+    monkeypatch.setattr(scoring, "_CELLS", 7 * 97)
     for ask, result, once in zip(asks, run(world.sampler(), asks), whole, strict=True):
         cells = ask.payload.target_prompt_logprobs
         assert cells is not None

@@ -8,15 +8,15 @@ import numpy as np
 import pytest
 
 from openrl.errors import BadRequest
-from support.sampling import Ask, World, payload, run
+from support.sampling import Ask, World, open_world, payload, run, worlds
 from support.tokenizers import save_byte_tokenizer
 
 PROMPT = [5, 9, 33, 60]
 
 
-@pytest.fixture(scope="module")
-def world(tmp_path_factory: pytest.TempPathFactory) -> World:
-    return World(tmp_path_factory.mktemp("stops"), "llama")
+@pytest.fixture(scope="module", params=worlds("llama"))
+def world(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> World:
+    return open_world(request.param, tmp_path_factory.mktemp("stops"))
 
 
 def greedy(world: World, length: int = 20) -> list[int]:
@@ -83,9 +83,10 @@ def test_an_empty_string_is_refused(world: World) -> None:
         world.sampler().add(Ask(payload(PROMPT, max_tokens=4, stop=("",))).job("r"))
 
 
-def test_strings_stop_after_the_whole_token_s8(tmp_path: Path) -> None:
+@pytest.mark.parametrize("name", worlds("llama"))
+def test_strings_stop_after_the_whole_token_s8(tmp_path: Path, name: str) -> None:
     """A stop string that begins and ends inside tokens: the completing token is kept whole."""
-    world = World(tmp_path, "llama")
+    world = open_world(name, tmp_path)
     decode = save_byte_tokenizer(tmp_path)
     tokens = greedy(world)
     text = decode(tokens)

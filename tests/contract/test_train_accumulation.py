@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 import torch
 
-from openrl.backends.torch.train import Trainer
 from openrl.types import AdamParams, Array, Datum, LoraSpec, RunId, TrainOutput, TrainPayload
 from support.reference import Reference, distance
 from support.training import (
     RUN,
     SPEC,
+    Held,
     ce,
     create,
     datum,
@@ -24,22 +24,27 @@ from support.training import (
     on_policy,
     run_pass,
     same,
-    trainer,
 )
 
 FLOAT32 = {"lp": 1e-5, "mean": 1e-6, "gradient": 1e-5, "loss": 1e-6}
 BFLOAT16 = {"lp": 5e-2, "mean": 5e-3, "gradient": 2e-2, "loss": 1e-3}
 
 Folders = Callable[..., Path]
+Opened = Callable[..., Held]
 
 
 @pytest.fixture
-def held(llama: Trainer, tmp_path: Path) -> Trainer:
+def llama(opened: Opened, model_folder: Folders) -> Held:
+    return opened(model_folder("llama"))
+
+
+@pytest.fixture
+def held(llama: Held, tmp_path: Path) -> Held:
     create(llama, tmp_path)
     return llama
 
 
-def gradient_of(held: Trainer, *payloads: TrainPayload) -> dict[str, Array]:
+def gradient_of(held: Held, *payloads: TrainPayload) -> dict[str, Array]:
     """G after these requests, from zero."""
     held.optim_step(RUN, AdamParams(learning_rate=0.0))  # the only way to clear G; with lr 0 nothing else moves
     for payload in payloads:
@@ -55,7 +60,7 @@ def weighted(payload: TrainPayload, factor: float) -> TrainPayload:
     return TrainPayload(data, payload.loss_fn)
 
 
-def test_doubling(held: Trainer) -> None:
+def test_doubling(held: Held) -> None:
     """Section 10 item 3: FB(d) twice = 2 G = FB([d, d]) = FB with weights 2 w (G1)."""
     payload = ce(13)
     twice = {name: 2 * value for name, value in gradient_of(held, payload).items()}
@@ -64,7 +69,7 @@ def test_doubling(held: Trainer) -> None:
     assert distance(gradient_of(held, weighted(payload, 2)), twice) < 1e-5
 
 
-def test_g4_order_and_splitting(held: Trainer) -> None:
+def test_g4_order_and_splitting(held: Held) -> None:
     """G3, G4: chunks, calls and their order do not matter beyond rounding."""
     payload = ce(13, 40, 7)
     whole = gradient_of(held, payload)
@@ -73,7 +78,7 @@ def test_g4_order_and_splitting(held: Trainer) -> None:
     assert distance(gradient_of(held, *reversed(parts)), whole) < 1e-5
 
 
-def test_g2_losses_mix_within_a_step(held: Trainer) -> None:
+def test_g2_losses_mix_within_a_step(held: Held) -> None:
     """G2: gradients of different losses add."""
     one = ce(9)
     two = on_policy(held, TrainPayload((datum("ppo", 12, 5),), "ppo"))
@@ -82,7 +87,7 @@ def test_g2_losses_mix_within_a_step(held: Trainer) -> None:
     assert distance(gradient_of(held, one, two), total) < 1e-6
 
 
-def test_g5_forward_changes_nothing_and_agrees(held: Trainer) -> None:
+def test_g5_forward_changes_nothing_and_agrees(held: Held) -> None:
     """G5: bit for bit the same outputs, and no trace in G, the weights or the random state."""
     payload = ce(9, 21)
     forward_backward(held, payload)
@@ -96,7 +101,7 @@ def test_g5_forward_changes_nothing_and_agrees(held: Trainer) -> None:
     assert all(np.array_equal(a, b) for a, b in zip(first.logprobs, again.logprobs, strict=True))
 
 
-def test_g1_step_uses_the_sum_and_clears_it(held: Trainer) -> None:
+def test_g1_step_uses_the_sum_and_clears_it(held: Held) -> None:
     """G1: the norm reported is that of the undivided sum; afterwards G is zero."""
     payload = ce(9, 21)
     gradients = gradient_of(held, payload, payload)
@@ -105,7 +110,7 @@ def test_g1_step_uses_the_sum_and_clears_it(held: Trainer) -> None:
     assert not any(g.any() for g in held.gradients(RUN).values())
 
 
-def test_a3_first_step(llama: Trainer) -> None:
+def test_a3_first_step(llama: Held) -> None:
     """A3, and 4.1 A2: a fresh adapter leaves the base model's logprobs bit-equal; step 1 leaves A alone."""
     for run, seed in (("one", 1), ("two", 2)):
         llama.create(RunId(run), LoraSpec(rank=4, seed=seed))
@@ -133,13 +138,13 @@ def compare(alone: TrainOutput, found: TrainOutput, table: dict[str, float]) -> 
     assert found.metrics["loss:sum"] == pytest.approx(alone.metrics["loss:sum"], abs=table["loss"] * magnitude)
 
 
-@pytest.mark.parametrize(("dtype", "table"), [(torch.float32, FLOAT32), (torch.bfloat16, BFLOAT16)])
+@pytest.mark.parametrize(("dtype", "table"), [("float32", FLOAT32), ("bfloat16", BFLOAT16)])
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
 def test_b1_b3_batch_invariance(
-    family: str, dtype: torch.dtype, table: dict[str, float], model_folder: Folders, tmp_path: Path
+    family: str, dtype: str, table: dict[str, float], opened: Opened, model_folder: Folders, tmp_path: Path
 ) -> None:
     """B1-B3: (a) beside a 10 times longer neighbour, (b) permuted, (c) split, with either row of the table."""
-    held = trainer(model_folder(family), dtype, max_batch_tokens=4096)
+    held = opened(model_folder(family), dtype, max_batch_tokens=4096)
     create(held, tmp_path)
     short, long, middle = ce(6).data[0], ce(60, seed=5).data[0], ce(20, seed=9).data[0]
     alone = [forward_backward(held, TrainPayload((d,), "cross_entropy")) for d in (short, long, middle)]
@@ -155,9 +160,9 @@ def test_b1_b3_batch_invariance(
         compare(TrainOutput(lps, {"loss:sum": total}), output, table)
 
 
-def test_b3_padding_in_one_micro_batch(model_folder: Folders, tmp_path: Path) -> None:
+def test_b3_padding_in_one_micro_batch(opened: Opened, model_folder: Folders, tmp_path: Path) -> None:
     """B2, B3 (d): what follows a position, be it padding or other tokens, does not reach it."""
-    held = trainer(model_folder("gemma3"), max_batch_tokens=4096)
+    held = opened(model_folder("gemma3"), max_batch_tokens=4096)
     create(held, tmp_path)
     base = ce(30).data[0]
     rng = np.random.default_rng(3)
@@ -178,16 +183,16 @@ def test_b3_padding_in_one_micro_batch(model_folder: Folders, tmp_path: Path) ->
     assert alike < 1e-5
 
 
-def test_b5_identical_datums(held: Trainer) -> None:
+def test_b5_identical_datums(held: Held) -> None:
     """B5: within one float32 step of each other."""
     payload = ce(19)
     one, two = forward(held, TrainPayload(payload.data * 2, "cross_entropy")).logprobs
     np.testing.assert_array_max_ulp(one, two, maxulp=4)
 
 
-def test_b6_runs_and_losses_in_one_pass(model_folder: Folders, tmp_path: Path) -> None:
+def test_b6_runs_and_losses_in_one_pass(opened: Opened, model_folder: Folders, tmp_path: Path) -> None:
     """B6, L2: three runs of different rank, modules and loss together give what each gives alone."""
-    held = trainer(model_folder("qwen3"), max_batch_tokens=128)
+    held = opened(model_folder("qwen3"), max_batch_tokens=128)
     specs = {
         RunId("a"): LoraSpec(rank=4, seed=1),
         RunId("b"): LoraSpec(rank=2, seed=2, train_mlp=False),
@@ -211,7 +216,7 @@ def test_b6_runs_and_losses_in_one_pass(model_folder: Folders, tmp_path: Path) -
         compare(alone, output, FLOAT32)
 
 
-def test_b6_other_runs_leave_g_alone(held: Trainer, tmp_path: Path) -> None:
+def test_b6_other_runs_leave_g_alone(held: Held, tmp_path: Path) -> None:
     """B6: a run's G and weights are bit-unchanged by what others do."""
     create(held, tmp_path, RunId("other"), seed=4)
     forward_backward(held, ce(12))
@@ -223,7 +228,7 @@ def test_b6_other_runs_leave_g_alone(held: Trainer, tmp_path: Path) -> None:
     assert same(held.parameters(RUN), before[1])
 
 
-def test_forward_and_backward_items_in_one_pass(held: Trainer, tmp_path: Path) -> None:
+def test_forward_and_backward_items_in_one_pass(held: Held, tmp_path: Path) -> None:
     """G5: a `forward` beside a `forward_backward` of another run."""
     create(held, tmp_path, RunId("other"), seed=4)
     outcomes = run_pass(held, item(ce(12, 5)), item(ce(9), RunId("other"), backward=False))
@@ -232,18 +237,20 @@ def test_forward_and_backward_items_in_one_pass(held: Trainer, tmp_path: Path) -
     assert not any(g.any() for g in held.gradients(RunId("other")).values())
 
 
-def test_yields_between_micro_batches(model_folder: Folders, tmp_path: Path) -> None:
+def test_yields_between_micro_batches(opened: Opened, model_folder: Folders, tmp_path: Path) -> None:
     """The pass gives way after each micro-batch, so that the sampler gets its turns."""
-    held = trainer(model_folder("llama"), max_batch_tokens=32)
+    held = opened(model_folder("llama"), max_batch_tokens=32)
     create(held, tmp_path)
     turns = list(held.train_pass((item(ce(*[30] * 5)),)))
     assert len(turns) == 5
     assert [len(turn) for turn in turns] == [0, 0, 0, 0, 1]
 
 
-def test_bf16_gradient(model_folder: Folders, references: Callable[..., Reference], tmp_path: Path) -> None:
+def test_bf16_gradient(
+    opened: Opened, model_folder: Folders, references: Callable[..., Reference], tmp_path: Path
+) -> None:
     """bf16 compute against the float64 truth: sane, with float32 masters and gradients (A7)."""
-    held = trainer(model_folder("qwen3"), torch.bfloat16)
+    held = opened(model_folder("qwen3"), "bfloat16")
     create(held, tmp_path)
     payload = ce(20, 33)
     output = forward_backward(held, payload)

@@ -18,9 +18,28 @@ from openrl.backends.torch.train import Trainer
 from openrl.backends.torch.train_backbone import TrainBackbone
 from openrl.errors import BackendFault, BadRequest, OutOfMemory
 from openrl.types import AdamParams, RunId, TrainOutput, TrainPayload
-from support.training import RUN, SPEC, ce, create, datum, forward_backward, item, on_policy, run_pass, same, trainer
+from support.training import (
+    RUN,
+    SPEC,
+    Held,
+    ce,
+    create,
+    datum,
+    forward_backward,
+    item,
+    on_policy,
+    run_pass,
+    same,
+    trainer,
+)
 
 OTHER = RunId("other")
+
+
+@pytest.fixture
+def llama(opened: Callable[..., Held], model_folder: Callable[..., Path]) -> Held:
+    """A float32 trainer on the tiny llama, of each backend."""
+    return opened(model_folder("llama"))
 
 
 class Cramped:
@@ -62,7 +81,7 @@ def cramped(folder: Path, room: int, *, on_the_way_back: bool = False, kept: flo
     return held, backbone
 
 
-def overflowing(held: Trainer, bad: int) -> TrainPayload:
+def overflowing(held: Held, bad: int) -> TrainPayload:
     """Three datums, one of which has a probability ratio beyond float32."""
     payload = on_policy(
         held, TrainPayload(tuple(datum("importance_sampling", n, n) for n in (9, 25, 14)), "importance_sampling")
@@ -78,10 +97,10 @@ def overflowing(held: Trainer, bad: int) -> TrainPayload:
 @pytest.mark.parametrize("bad", [0, 1, 2])
 @pytest.mark.parametrize("max_batch_tokens", [30, 4096])
 def test_g6_l11_a_bad_datum_fails_the_whole_request_and_nothing_else(
-    bad: int, max_batch_tokens: int, model_folder: Callable[..., Path], tmp_path: Path
+    bad: int, max_batch_tokens: int, opened: Callable[..., Held], model_folder: Callable[..., Path], tmp_path: Path
 ) -> None:
     """G6: wherever the bad datum sits, G is bit-identical afterwards, and the neighbour run is served."""
-    held = trainer(model_folder("llama"), max_batch_tokens=max_batch_tokens)
+    held = opened(model_folder("llama"), max_batch_tokens=max_batch_tokens)
     create(held, tmp_path)
     create(held, tmp_path, OTHER, seed=1)
     forward_backward(held, ce(10))
@@ -98,7 +117,7 @@ def test_g6_l11_a_bad_datum_fails_the_whole_request_and_nothing_else(
     assert isinstance(forward_backward(held, good), TrainOutput)  # G7: the run goes on
 
 
-def test_g11_empty_data(llama: Trainer) -> None:
+def test_g11_empty_data(llama: Held) -> None:
     """G11."""
     llama.create(RUN, SPEC)
     (outcome,) = run_pass(llama, item(TrainPayload((), "cross_entropy"))).values()
@@ -160,7 +179,7 @@ def test_other_faults_are_not_swallowed(
         run_pass(held, item(ce(10)))
 
 
-def test_an_abandoned_pass_leaves_no_trace(llama: Trainer, tmp_path: Path) -> None:
+def test_an_abandoned_pass_leaves_no_trace(llama: Held, tmp_path: Path) -> None:
     """Closing the generator between micro-batches adds nothing (G6)."""
     create(llama, tmp_path)
     turns = llama.train_pass((item(ce(*[100] * 6)),))
@@ -170,7 +189,7 @@ def test_an_abandoned_pass_leaves_no_trace(llama: Trainer, tmp_path: Path) -> No
     assert not any(g.any() for g in llama.gradients(RUN).values())
 
 
-def test_unknown_run(llama: Trainer) -> None:
+def test_unknown_run(llama: Held) -> None:
     """The daemon never asks for a run that it has not created; if it does, that is a fault of ours."""
     with pytest.raises(BackendFault, match="ghost"):
         llama.optim_step(RunId("ghost"), AdamParams())

@@ -18,14 +18,19 @@ from transformers import AutoModelForCausalLM
 
 from openrl.backends.torch.adapter_files import load_adapter
 from openrl.backends.torch.model import open_model
-from openrl.backends.torch.train import Trainer
 from openrl.checkpoints.peft import read_adapter
 from openrl.errors import BadRequest
 from openrl.types import AdamParams, LoraSpec, RunId
-from support.training import RUN, SPEC, ce, create, forward, forward_backward, same, trainer
+from support.training import RUN, SPEC, Held, ce, create, forward, forward_backward, same, trainer
 
 ADAM = AdamParams(learning_rate=3e-3, weight_decay=0.01, grad_clip_norm=5.0)
 FRESH = RunId("fresh")
+
+
+@pytest.fixture
+def llama(opened: Callable[..., Held], model_folder: Callable[..., Path]) -> Held:
+    """A float32 trainer on the tiny llama, of each backend."""
+    return opened(model_folder("llama"))
 
 
 @pytest.fixture
@@ -35,7 +40,7 @@ def folder(tmp_path: Path) -> Path:
     return into
 
 
-def trained(held: Trainer, into: Path, steps: int = 3, run: RunId = RUN, spec: LoraSpec = SPEC) -> None:
+def trained(held: Held, into: Path, steps: int = 3, run: RunId = RUN, spec: LoraSpec = SPEC) -> None:
     """A run with some steps behind it."""
     create(held, into, run, spec)
     for step in range(steps):
@@ -43,7 +48,7 @@ def trained(held: Trainer, into: Path, steps: int = 3, run: RunId = RUN, spec: L
         held.optim_step(run, ADAM)
 
 
-def test_c4_everything_comes_back_bit_for_bit(llama: Trainer, folder: Path, tmp_path: Path) -> None:
+def test_c4_everything_comes_back_bit_for_bit(llama: Held, folder: Path, tmp_path: Path) -> None:
     """C4, O11, C2: weights, moments, t; equal logprobs and an equal next step; saving changes nothing."""
     trained(llama, tmp_path)
     forward_backward(llama, ce(9, seed=50))
@@ -63,7 +68,7 @@ def test_c4_everything_comes_back_bit_for_bit(llama: Trainer, folder: Path, tmp_
     assert same(llama.parameters(RUN), llama.parameters(FRESH))
 
 
-def test_snapshot_with_gradients(llama: Trainer, folder: Path, tmp_path: Path) -> None:
+def test_snapshot_with_gradients(llama: Held, folder: Path, tmp_path: Path) -> None:
     """A recovery snapshot brings the accumulator back too, bit for bit; a zero one has no file."""
     trained(llama, tmp_path)
     llama.save(RUN, folder, optimizer=True, gradients=True)
@@ -76,7 +81,7 @@ def test_snapshot_with_gradients(llama: Trainer, folder: Path, tmp_path: Path) -
     assert not any(g.any() for g in llama.gradients(FRESH).values())
 
 
-def test_a_run_without_steps(llama: Trainer, folder: Path) -> None:
+def test_a_run_without_steps(llama: Held, folder: Path) -> None:
     """Zero moments and t = 0 are a state like any other."""
     llama.create(RUN, SPEC)
     llama.save(RUN, folder, optimizer=True, gradients=True)
@@ -88,12 +93,14 @@ def test_a_run_without_steps(llama: Trainer, folder: Path) -> None:
     assert same(llama.parameters(FRESH), llama.parameters(RUN))
 
 
-def test_c6_resume(model_folder: Callable[..., Path], folder: Path, tmp_path: Path) -> None:
+def test_c6_resume(
+    opened: Callable[..., Held], model_folder: Callable[..., Path], folder: Path, tmp_path: Path
+) -> None:
     """C6: 8 steps equal 4, save, another trainer, load with optimizer, 4 more."""
-    held = trainer(model_folder("qwen3"))
+    held = opened(model_folder("qwen3"))
     trained(held, tmp_path, steps=4)
     held.save(RUN, folder, optimizer=True, gradients=False)
-    other = trainer(model_folder("qwen3"))
+    other = opened(model_folder("qwen3"))
     other.load(RUN, folder, optimizer=True)
     for step in range(4, 8):
         payload = ce(12, 20, seed=step)
@@ -108,7 +115,7 @@ def test_c6_resume(model_folder: Callable[..., Path], folder: Path, tmp_path: Pa
     assert int(load_file(again / "optimizer.safetensors")["t"]) == 8
 
 
-def test_o12_weights_only(llama: Trainer, folder: Path, tmp_path: Path) -> None:
+def test_o12_weights_only(llama: Held, folder: Path, tmp_path: Path) -> None:
     """O12: without the optimizer m = v = 0 and t = 0, also where the run had some; G = 0 (G10)."""
     trained(llama, tmp_path)
     llama.save(RUN, folder, optimizer=True, gradients=False)
@@ -123,7 +130,7 @@ def test_o12_weights_only(llama: Trainer, folder: Path, tmp_path: Path) -> None:
     assert "t" in tensors
 
 
-def test_a14_a15_files(llama: Trainer, folder: Path, tmp_path: Path) -> None:
+def test_a14_a15_files(llama: Held, folder: Path, tmp_path: Path) -> None:
     """A14, A15, A17: the whole config, PEFT's names, float32 values bit-equal to the run's."""
     trained(llama, tmp_path, spec=LoraSpec(rank=4, seed=7, train_mlp=False))
     llama.save(RUN, folder, optimizer=False, gradients=False)
@@ -178,7 +185,7 @@ def test_peft_reads_it(
     assert np.abs(ours - base_logprobs(held, payload)).max() > 0.05  # the adapter does something
 
 
-def base_logprobs(held: Trainer, payload: Any) -> np.ndarray:
+def base_logprobs(held: Held, payload: Any) -> np.ndarray:
     held.create(FRESH, SPEC)
     return forward(held, payload, FRESH).logprobs[0]
 
@@ -203,7 +210,7 @@ def test_load_adapter_for_sampling(model_folder: Callable[..., Path], folder: Pa
     assert frozen["lm_head"][0].dtype is torch.float32
 
 
-def test_c3_spec_of_a_new_run_is_the_checkpoints(llama: Trainer, folder: Path, tmp_path: Path) -> None:
+def test_c3_spec_of_a_new_run_is_the_checkpoints(llama: Held, folder: Path, tmp_path: Path) -> None:
     """C3: rank, modules and seed."""
     spec = LoraSpec(rank=2, seed=99, train_attn=False, train_unembed=False)
     trained(llama, tmp_path, run=RunId("a"), spec=spec)
@@ -225,9 +232,7 @@ def test_c3_spec_of_a_new_run_is_the_checkpoints(llama: Trainer, folder: Path, t
         (LoraSpec(rank=4, seed=7, train_mlp=False), "the run adapts 13 layers"),
     ],
 )
-def test_c3_mismatch_is_refused_whole(
-    spec: LoraSpec, message: str, llama: Trainer, folder: Path, tmp_path: Path
-) -> None:
+def test_c3_mismatch_is_refused_whole(spec: LoraSpec, message: str, llama: Held, folder: Path, tmp_path: Path) -> None:
     """C3: never partial; the run keeps its state."""
     trained(llama, tmp_path)
     llama.save(RUN, folder, optimizer=True, gradients=False)
@@ -240,7 +245,7 @@ def test_c3_mismatch_is_refused_whole(
     assert same(llama.gradients(FRESH), before[1])
 
 
-def test_c3_another_base_model(model_folder: Callable[..., Path], llama: Trainer, folder: Path, tmp_path: Path) -> None:
+def test_c3_another_base_model(model_folder: Callable[..., Path], llama: Held, folder: Path, tmp_path: Path) -> None:
     """C3: a layer that is not there, or of another shape."""
     trained(llama, tmp_path)
     llama.save(RUN, folder, optimizer=True, gradients=False)
@@ -255,7 +260,7 @@ def test_c3_another_base_model(model_folder: Callable[..., Path], llama: Trainer
         llama.load(FRESH, folder, optimizer=False)
 
 
-def test_c3_missing_or_damaged_files(llama: Trainer, folder: Path, tmp_path: Path) -> None:
+def test_c3_missing_or_damaged_files(llama: Held, folder: Path, tmp_path: Path) -> None:
     """C3: a sampler checkpoint has no optimizer; damaged files are named."""
     trained(llama, tmp_path)
     llama.save(RUN, folder, optimizer=True, gradients=False)

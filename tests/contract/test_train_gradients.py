@@ -10,20 +10,28 @@ import numpy as np
 import pytest
 import torch
 
-from openrl.backends.torch.head import Head, Span
+from openrl.backends.common.spans import Span
+from openrl.backends.torch.head import Head
 from openrl.backends.torch.train import Trainer
 from openrl.types import LoraSpec, TrainPayload
 from support.reference import Reference, distance
-from support.training import RUN, SPEC, create, datum, forward_backward, on_policy, trainer
+from support.training import RUN, SPEC, Held, create, datum, forward_backward, on_policy, trainer
 
 LENGTHS = (5, 30, 17, 1, 22)  # 30 and 22 are beyond gemma's sliding window of 16
 LOSSES = ["cross_entropy", "importance_sampling", "ppo", "cispo", "dro", "gspo"]
 
 Folders = Callable[..., Path]
 References = Callable[..., Reference]
+Opened = Callable[..., Held]
 
 
-def check(held: Trainer, reference: Reference, payload: TrainPayload, spec: LoraSpec = SPEC) -> None:
+@pytest.fixture
+def either(opened: Opened, model_folder: Folders) -> Held:
+    """A float32 trainer on the tiny llama, of each backend."""
+    return opened(model_folder("llama"))
+
+
+def check(held: Held, reference: Reference, payload: TrainPayload, spec: LoraSpec = SPEC) -> None:
     """L8, L3, L4 and the whole gradient."""
     output = forward_backward(held, payload)
     expected = reference.answer(payload, held.parameters(RUN), spec.rank)
@@ -39,9 +47,11 @@ def check(held: Trainer, reference: Reference, payload: TrainPayload, spec: Lora
 
 @pytest.mark.parametrize("loss", LOSSES)
 @pytest.mark.parametrize("family", ["llama", "qwen3", "gemma3"])
-def test_gradient(family: str, loss: str, model_folder: Folders, references: References, tmp_path: Path) -> None:
+def test_gradient(
+    family: str, loss: str, opened: Opened, model_folder: Folders, references: References, tmp_path: Path
+) -> None:
     """1.4-1.8 through the whole model, several micro-batches, padding, all LoRA layers, a tied head (A9)."""
-    held = trainer(model_folder(family), max_batch_tokens=64)
+    held = opened(model_folder(family), max_batch_tokens=64)
     create(held, tmp_path)
     payload = TrainPayload(tuple(datum(loss, n, seed) for seed, n in enumerate(LENGTHS)), loss)
     if loss != "cross_entropy":
@@ -59,9 +69,9 @@ def test_other_families(family: str, model_folder: Folders, references: Referenc
 
 
 @pytest.mark.parametrize("loss", ["cross_entropy", "importance_sampling"])
-def test_rank_2(loss: str, model_folder: Folders, references: References, tmp_path: Path) -> None:
+def test_rank_2(loss: str, opened: Opened, model_folder: Folders, references: References, tmp_path: Path) -> None:
     """L14, L18, L20: K targets a position, K differing between datums and mixed with rank 1."""
-    held = trainer(model_folder("llama"))
+    held = opened(model_folder("llama"))
     create(held, tmp_path)
     data = (datum(loss, 9, 0, k=3), datum(loss, 12, 1, k=1), datum(loss, 7, 2), datum(loss, 4, 3, k=20))
     payload = TrainPayload(data, loss)
@@ -70,11 +80,13 @@ def test_rank_2(loss: str, model_folder: Folders, references: References, tmp_pa
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("only", ["train_attn", "train_mlp", "train_unembed"])
-def test_modules(only: str, tied: bool, model_folder: Folders, references: References, tmp_path: Path) -> None:
+def test_modules(
+    only: str, tied: bool, opened: Opened, model_folder: Folders, references: References, tmp_path: Path
+) -> None:
     """4.2: each flag alone, on tied and untied embeddings (A9)."""
     flags = {"train_attn": False, "train_mlp": False, "train_unembed": False, only: True}
     spec = LoraSpec(rank=3, seed=1, **flags)
-    held = trainer(model_folder("llama", tied=tied))
+    held = opened(model_folder("llama", tied=tied))
     create(held, tmp_path, spec=spec)
     payload = TrainPayload((datum("cross_entropy", 8, 0), datum("cross_entropy", 11, 1)), "cross_entropy")
     check(held, references("llama", tied=tied), payload, spec)
@@ -82,22 +94,22 @@ def test_modules(only: str, tied: bool, model_folder: Folders, references: Refer
 
 @pytest.mark.parametrize("config", [{"clip_low_threshold": 0.9, "clip_high_threshold": 1.1}, {}])
 def test_config_and_per_datum_thresholds(
-    config: dict[str, float], llama: Trainer, references: References, tmp_path: Path
+    config: dict[str, float], either: Held, references: References, tmp_path: Path
 ) -> None:
     """L15, L16: the request's thresholds, and one datum's own in place of them."""
-    create(llama, tmp_path)
+    create(either, tmp_path)
     data = [datum("ppo", 12, 0), datum("ppo", 9, 1)]
     own = {"clip_low_threshold": np.array([0.5], np.float32), "clip_high_threshold": np.full(9, 1.5, np.float32)}
     data[1] = replace(data[1], inputs={**data[1].inputs, **own})
-    check(llama, references("llama"), on_policy(llama, TrainPayload(tuple(data), "ppo", config)))
+    check(either, references("llama"), on_policy(either, TrainPayload(tuple(data), "ppo", config)))
 
 
-def test_fresh_adapter(llama: Trainer, references: References, tmp_path: Path) -> None:
+def test_fresh_adapter(either: Held, references: References, tmp_path: Path) -> None:
     """A3: with B = 0 the gradient of A is exactly zero, that of B is not."""
-    llama.create(RUN, SPEC)
+    either.create(RUN, SPEC)
     payload = TrainPayload((datum("cross_entropy", 14, 0),), "cross_entropy")
-    check(llama, references("llama"), payload)
-    gradients = llama.gradients(RUN)
+    check(either, references("llama"), payload)
+    gradients = either.gradients(RUN)
     assert not any(value.any() for name, value in gradients.items() if name.endswith("lora_A"))
     assert all(value.any() for name, value in gradients.items() if name.endswith("lora_B"))
 

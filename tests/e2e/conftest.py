@@ -11,7 +11,7 @@ import tinker
 from openrl_recipes.local_server import Endpoint
 from support import tiny
 from support.proxied import local_server
-from support.real_server import client, data_dir_with_models
+from support.real_server import client, data_dir_with_models, vllm_arguments
 from support.tokenizers import save_byte_tokenizer
 
 SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
@@ -19,9 +19,9 @@ SMOL = "HuggingFaceTB/SmolLM2-135M-Instruct"
 
 @pytest.fixture(scope="session")
 def smol_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Endpoint]:
-    """A server with the embedded default model and a data folder of its own."""
+    """A server with the embedded default model and a data folder of its own; sampled by vLLM in `make test-vllm`."""
     data_dir = data_dir_with_models(tmp_path_factory.mktemp("smol"))
-    arguments = ["--data-dir", str(data_dir), "--alias", f"test/stand-in={SMOL}"]
+    arguments = ["--data-dir", str(data_dir), "--alias", f"test/stand-in={SMOL}", *vllm_arguments()]
     with local_server(data_dir / "server.log", arguments) as endpoint:
         yield endpoint
 

@@ -70,6 +70,7 @@ class Harness:
         self.workers: list[ScalarWorker] = []
         self.kind: Callable[[], Any] = ScalarWorker
         self.prepare: Callable[[ScalarWorker], None] = lambda worker: None
+        self.pool: ModelPool
         self.daemon: Daemon
         self.session: SessionId
 
@@ -80,11 +81,14 @@ class Harness:
             self.workers.append(worker)
             return worker
 
-        pool = ModelPool(self.settings.models, new_worker, lambda spec: INFO)
+        await self._start(ModelPool(self.settings.models, new_worker, lambda spec: INFO))
+        await self.pool.models[BASE].usable.wait()
+        return self
+
+    async def _start(self, pool: ModelPool) -> None:
+        self.pool = pool
         self.daemon = Daemon(self.settings, pool, bodies)
         await self.daemon.start()
-        await pool.models[BASE].usable.wait()
-        return self
 
     @property
     def worker(self) -> ScalarWorker:
@@ -94,10 +98,10 @@ class Harness:
         """End the daemon as a kill would: nothing more is written. (The store thread is joined so that files close.)"""
         await self.daemon.abandon()
 
-    async def open_run(self, number: int = 0, rank: int = 8) -> RunId:
+    async def open_run(self, number: int = 0, rank: int = 8, base_model: str = BASE) -> RunId:
         if number == 0:
             self.session = await self.daemon.create_session(NewSession("0.38.0"), None)
-        new = NewRun(self.session, number, BASE, rank, 1, True, True, True, {"type": "adamw"}, {})
+        new = NewRun(self.session, number, base_model, rank, 1, True, True, True, {"type": "adamw"}, {})
         done = await self.result(await self.daemon.create_run(new, Raw("application/json", b"{}")))
         assert done.error is None, done.error
         return RunId(f"{self.session}:train:{number}")

@@ -13,6 +13,7 @@ from typing import Any, cast
 
 import numpy as np
 
+from openrl.daemon.checks import check_new_run, spec_of
 from openrl.daemon.daemon import Daemon
 from openrl.daemon.work import (
     Finished,
@@ -48,8 +49,9 @@ from openrl.types import (
     SamplerId,
     SessionId,
     TrainOutput,
+    TrainSpec,
 )
-from openrl.validation import check_lora, check_optimizer, check_sample, check_train
+from openrl.validation import check_sample, check_train
 from openrl.wire.bodies import decode_sample, decode_work, encode_result
 
 INFO = ModelInfo(vocab_size=1000, max_context=256, max_lora_rank=64, parameters=1_000_000, family="llama")
@@ -194,7 +196,7 @@ class FakeDaemon:
             ModelStatus("org/later", None, "preparing", "unpacking", None, "org/later"),
         ]
 
-    def add_run(self, run: RunId, spec: LoraSpec | None = None, metadata: Mapping[str, Any] | None = None) -> RunId:
+    def add_run(self, run: RunId, spec: TrainSpec | None = None, metadata: Mapping[str, Any] | None = None) -> RunId:
         session = SessionId(run.split(":")[0])
         spec = spec or LoraSpec(rank=8, seed=0)
         self.runs[run] = Run(run, session, MODEL, spec, RunState.LIVE, metadata or {}, 1.7e9, 1.7e9)
@@ -209,13 +211,10 @@ class FakeDaemon:
         self.new_runs.append(new)
         run = RunId(f"{new.session_id}:train:{new.model_seq_id}")
         request = RequestId(f"create-{run}")
-        flags = {"train_attn": new.train_attn, "train_mlp": new.train_mlp, "train_unembed": new.train_unembed}
-        try:
-            check_lora(new.rank, INFO, **flags)
-            check_optimizer(new.optimizer)
-        except OpenRLError as error:
-            return self._end(request, error)
-        self.add_run(run, LoraSpec(new.rank, new.seed or 0, **flags), new.user_metadata)
+        spec = spec_of(new, new.seed or 0)
+        if (refused := check_new_run(new, spec, INFO)) is not None:
+            return self._end(request, refused)
+        self.add_run(run, spec, new.user_metadata)
         return self._finish(request, Op.CREATE_RUN, {"model_id": run})
 
     def run(self, run: RunId) -> Run:

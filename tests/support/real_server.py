@@ -30,6 +30,13 @@ def data_dir_with_models(folder: Path) -> Path:
     return folder
 
 
+def vllm_arguments() -> list[str]:
+    """Options of a server whose samples vLLM draws, if E2E_VLLM_PYTHON names a Python that has it; else none. The
+    other half is on E2E_BACKEND, the CPU by default."""
+    python, backend = os.environ.get("E2E_VLLM_PYTHON"), os.environ.get("E2E_BACKEND", "cpu")
+    return [] if not python else ["--backend", backend, "--sampler", "vllm", "--vllm-python", python]
+
+
 def client(endpoint: Endpoint) -> tinker.ServiceClient:
     return tinker.ServiceClient(base_url=endpoint.base_url, api_key=endpoint.api_key)
 

@@ -65,9 +65,10 @@ class Reference:
 
     def __init__(self, folder: Path) -> None:
         self._model: Any = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=torch.float64, attn_implementation="eager"
+            folder, dtype=torch.float64, attn_implementation="eager", experts_implementation="eager"
         )
         self._model.eval().requires_grad_(False)
+        self._model.model.embed_tokens.padding_idx = None  # else one row of the embeddings never has a gradient
 
     def answer(self, payload: TrainPayload, parameters: Mapping[str, Array], rank: int) -> Answer:
         """What a request must give for an adapter's float32 `parameters`."""
@@ -84,17 +85,49 @@ class Reference:
         gradients = {name: grad.numpy() for name, grad in zip(leaves, grads, strict=True)}
         return Answer([lp.detach().numpy() for lp in logprobs], float(total.detach()), gradients)
 
+    def full_answer(self, payload: TrainPayload, parameters: Mapping[str, Array]) -> Answer:
+        """What a request must give a run that trains all `parameters`, float32 by transformers' names."""
+        leaves = {name: torch.tensor(v, dtype=torch.float64, requires_grad=True) for name, v in parameters.items()}
+        logprobs: list[Tensor] = []
+        for datum in payload.data:
+            tokens = torch.from_numpy(datum.tokens.astype(np.int64))[None]
+            output = torch.func.functional_call(self._model, leaves, kwargs={"input_ids": tokens, "use_cache": False})
+            targets = torch.from_numpy(datum.inputs["target_tokens"]).reshape(len(datum.tokens), -1)
+            lp = torch.log_softmax(output.logits[0], dim=-1).gather(1, targets)
+            logprobs.append(lp.reshape(datum.inputs["target_tokens"].shape))
+        terms = [
+            loss(payload.loss_fn, lp, datum.inputs, payload.loss_config)
+            for lp, datum in zip(logprobs, payload.data, strict=True)
+        ]
+        total = torch.stack(terms).sum()
+        grads = torch.autograd.grad(total, list(leaves.values()))
+        gradients = {name: grad.numpy() for name, grad in zip(leaves, grads, strict=True)}
+        return Answer([lp.detach().numpy() for lp in logprobs], float(total.detach()), gradients)
+
+    def logits(self, tokens: Sequence[int], parameters: Mapping[str, Array], rank: int) -> Array:
+        """Float64 [N, V] of one sequence under an adapter; no `parameters` mean the base model."""
+        leaves = {name: torch.tensor(value, dtype=torch.float64) for name, value in parameters.items()}
+        return self._logits(torch.tensor([list(tokens)]), leaves, rank)[0].numpy()
+
+    def last_logits(self, rows: Array, parameters: Mapping[str, Array], rank: int) -> Array:
+        """Float64 [R, V] of what follows sequences [R, N] of one length."""
+        leaves = {name: torch.tensor(value, dtype=torch.float64) for name, value in parameters.items()}
+        return self._logits(torch.from_numpy(rows), leaves, rank)[:, -1].numpy()
+
     def _logprobs(self, datum: Datum, leaves: Mapping[str, Tensor], rank: int) -> Tensor:
+        logits = self._logits(torch.from_numpy(datum.tokens.astype(np.int64))[None], leaves, rank)[0]
+        targets = torch.from_numpy(datum.inputs["target_tokens"]).reshape(len(datum.tokens), -1)
+        lp = torch.log_softmax(logits, dim=-1).gather(1, targets)
+        return lp.reshape(datum.inputs["target_tokens"].shape)
+
+    def _logits(self, tokens: Tensor, leaves: Mapping[str, Tensor], rank: int) -> Tensor:
         layers = [name.removesuffix(".lora_A") for name in leaves if name.endswith(".lora_A")]
         weights = {f"{layer}.weight": self._merged(layer, leaves, rank) for layer in layers}
-        tokens = torch.from_numpy(datum.tokens.astype(np.int64))[None]
         # tie_weights=False: an adapted head must not change the embeddings that share its memory (A9).
         output = torch.func.functional_call(
             self._model, weights, kwargs={"input_ids": tokens, "use_cache": False}, tie_weights=False
         )
-        targets = torch.from_numpy(datum.inputs["target_tokens"]).reshape(len(datum.tokens), -1)
-        lp = torch.log_softmax(output.logits[0], dim=-1).gather(1, targets)
-        return lp.reshape(datum.inputs["target_tokens"].shape)
+        return output.logits
 
     def _merged(self, layer: str, leaves: Mapping[str, Tensor], rank: int) -> Tensor:
         base = self._model.get_submodule(layer).weight

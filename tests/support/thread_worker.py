@@ -33,7 +33,7 @@ from openrl.types import (
 )
 from openrl.workers.local import LocalWorker
 from openrl.workers.loop import Loop
-from openrl.workers.messages import FromWorker, News, Ready, ToWorker
+from openrl.workers.messages import FromWorker, News, Prepared, Ready, ToWorker
 from support.scalar_worker import INFO, Scalar
 
 
@@ -165,13 +165,17 @@ class ThreadWorker(LocalWorker):
     async def start(self, on_news: Callable[[News], None]) -> tuple[ModelInfo, DeviceReport]:
         self._loop = asyncio.get_running_loop()
         self._on_news = on_news
-        self._opened: asyncio.Future[Ready] = self._loop.create_future()
+        self._opened: asyncio.Future[Ready | Prepared] = self._loop.create_future()
         ours, theirs = (Connection(end.detach()) for end in socket.socketpair())
         self._process = cast("Any", _Thread(lambda: self._device(theirs)))
         threading.Thread(target=self._pump_in, args=(ours,), daemon=True).start()
         threading.Thread(target=self._pump_out, args=(ours,), daemon=True).start()
         ready = await self._opened
+        assert isinstance(ready, Ready)
         return ready.info, ready.report
+
+    def use_threads(self, threads: int) -> None:
+        """The device is no CPU."""
 
     def _device(self, connection: Connection) -> None:
         backend = Backend(INFO, DeviceReport("slow", "none", "int", 1, 0), self.training, self.sampling)

@@ -1,16 +1,19 @@
-"""Helpers around a `Trainer` on a tiny model: datums for every loss, passes, and adapters that do something."""
+"""Helpers around a trainer on a tiny model, of any engine: datums for every loss, passes, and adapters that do
+something."""
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, Protocol
 
 import numpy as np
+import pytest
 import torch
 
-from openrl.backends.base import TrainItem
+from openrl.backends.base import TrainBackend, TrainItem
 from openrl.backends.torch.model import open_model
 from openrl.backends.torch.train import Trainer
 from openrl.checkpoints.peft import write_adapter
@@ -21,6 +24,31 @@ from support.tiny import VOCAB
 RUN = RunId("run")
 SPEC = LoraSpec(rank=4, seed=7)
 
+needs_mlx = pytest.mark.skipif(
+    any(importlib.util.find_spec(package) is None for package in ("mlx", "mlx_lm")), reason="MLX is not installed"
+)
+ENGINES = ["cpu", pytest.param("mps", marks=needs_mlx)]
+
+
+class Held(TrainBackend, Protocol):
+    """A trainer that can be looked into."""
+
+    def gradients(self, run: RunId) -> dict[str, Array]: ...
+
+    def parameters(self, run: RunId) -> dict[str, Array]: ...
+
+
+def open_trainer(engine: str, folder: Path, dtype: str = "float32", max_batch_tokens: int = 256) -> Held:
+    """A trainer of a backend by name, in one thread where it has any."""
+    if engine == "cpu":
+        return trainer(folder, getattr(torch, dtype), max_batch_tokens)
+    import mlx.core as mx
+
+    from openrl.backends.mps import memory, model, train
+
+    memory.set_limits()
+    return train.Trainer(model.open_model(folder, getattr(mx, dtype)), max_batch_tokens, "tiny/model")
+
 
 def trainer(folder: Path, dtype: torch.dtype = torch.float32, max_batch_tokens: int = 256) -> Trainer:
     """A trainer on the CPU, in one thread."""
@@ -28,7 +56,7 @@ def trainer(folder: Path, dtype: torch.dtype = torch.float32, max_batch_tokens: 
     return Trainer(open_model(folder, torch.device("cpu"), dtype), max_batch_tokens, "tiny/model")
 
 
-def create(held: Trainer, into: Path, run: RunId = RUN, spec: LoraSpec = SPEC, seed: int = 0) -> None:
+def create(held: Held, into: Path, run: RunId = RUN, spec: LoraSpec = SPEC, seed: int = 0) -> None:
     """A run whose adapter does something: B is not zero. `into` is a scratch folder."""
     held.create(run, spec)
     rng = np.random.default_rng(seed)
@@ -57,7 +85,7 @@ def datum(loss: str, n: int, seed: int, k: int | None = None) -> Datum:
     return Datum(rng.integers(0, VOCAB, n).astype(np.int32), inputs)
 
 
-def on_policy(held: Trainer, payload: TrainPayload, run: RunId = RUN, spread: float = 0.3) -> TrainPayload:
+def on_policy(held: Held, payload: TrainPayload, run: RunId = RUN, spread: float = 0.3) -> TrainPayload:
     """The payload with `logprobs` near the model's own, as after sampling, so that ratios are neither 0 nor huge."""
     rng = np.random.default_rng(1)
     plain = tuple(Datum(d.tokens, {"target_tokens": d.inputs["target_tokens"]}) for d in payload.data)
@@ -69,7 +97,7 @@ def on_policy(held: Trainer, payload: TrainPayload, run: RunId = RUN, spread: fl
     return replace(payload, data=tuple(data))
 
 
-def run_pass(held: Trainer, *items: TrainItem) -> dict[RequestId, TrainOutput | OpenRLError]:
+def run_pass(held: Held, *items: TrainItem) -> dict[RequestId, TrainOutput | OpenRLError]:
     """A whole pass; checks that every item is answered exactly once."""
     outcomes: dict[RequestId, TrainOutput | OpenRLError] = {}
     for finished in held.train_pass(items):
@@ -84,12 +112,12 @@ def item(payload: TrainPayload, run: RunId = RUN, *, backward: bool = True) -> T
     return TrainItem(RequestId(f"request of {run}"), run, payload, backward)
 
 
-def forward_backward(held: Trainer, payload: TrainPayload, run: RunId = RUN) -> TrainOutput:
+def forward_backward(held: Held, payload: TrainPayload, run: RunId = RUN) -> TrainOutput:
     """A pass of one request that must succeed."""
     return _only(run_pass(held, item(payload, run)))
 
 
-def forward(held: Trainer, payload: TrainPayload, run: RunId = RUN) -> TrainOutput:
+def forward(held: Held, payload: TrainPayload, run: RunId = RUN) -> TrainOutput:
     """The same without a gradient."""
     return _only(run_pass(held, item(payload, run, backward=False)))
 

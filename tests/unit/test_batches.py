@@ -7,7 +7,7 @@ from itertools import pairwise
 from hypothesis import given
 from hypothesis import strategies as st
 
-from openrl.backends.torch.batches import cut
+from openrl.backends.common.batches import cut, cut_padded
 
 Row = tuple[str, int]  # a run and a length
 
@@ -40,3 +40,22 @@ def test_small_runs_share_a_micro_batch() -> None:
 def test_micro_batches_are_of_about_the_same_size() -> None:
     sizes = [sum(length for _, length in batch) for batch in batches([("a", 100)] * 14, 800)]
     assert sizes == [700, 700]
+
+
+def padded(given_rows: list[Row], most: int) -> list[list[Row]]:
+    return cut_padded(given_rows, lambda row: row[1], lambda row: row[0], most)
+
+
+@given(rows, st.integers(50, 300))
+def test_padded_micro_batches_stay_within_the_budget(given_rows: list[Row], most: int) -> None:
+    """Rows times the longest of them, and no row is mostly padding."""
+    made = padded(given_rows, most)
+    assert sorted(row for batch in made for row in batch) == sorted(given_rows)
+    for batch in made:
+        lengths = [length for _, length in batch]
+        assert len(batch) == 1 or len(batch) * max(lengths) <= most
+        assert 2 * min(lengths) >= max(lengths)
+
+
+def test_padded_rows_of_like_length_share() -> None:
+    assert [len(batch) for batch in padded([("a", 60)] * 3 + [("b", 55)] * 2 + [("b", 5)] * 4, 300)] == [5, 4]

@@ -186,7 +186,7 @@ async def test_c3_wrong_kinds_and_unknown_paths_fail_the_future(h: Harness) -> N
 @scenario
 async def test_bad_runs_fail_their_future_and_unknown_things_are_not_found(h: Harness) -> None:
     await h.open_run()
-    for rank in (0, 65):
+    for rank in (-1, 65):
         new = NewRun(h.session, 5 + rank, BASE, rank, 1, True, True, True, {"type": "adamw"}, {})
         done = await h.result(await h.daemon.create_run(new, Raw("application/json", b"{}")))
         assert done.category == "user"

@@ -9,7 +9,8 @@ import numpy as np
 import pytest
 import torch
 
-from openrl.backends.torch.draw import Drawn, RowKnobs, draw, kept, stack, uniforms
+from openrl.backends.common.uniforms import RowKnobs, uniforms
+from openrl.backends.torch.draw import Drawn, draw, kept, stack
 from openrl.types import SamplingParams
 from support.sampling import naive_draw
 

@@ -12,7 +12,8 @@ import torch
 from torch import nn
 from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
 
-from openrl.backends.torch.lora import Adapter, LoraLinear, LoraShape, Routing, fresh_adapter
+from openrl.backends.common.lora import LoraShape
+from openrl.backends.torch.lora import Adapter, LoraLinear, Routing, fresh_adapter
 from openrl.backends.torch.model import lora_shapes
 from openrl.types import LoraSpec
 

@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 
-from openrl.backends.torch.prefix_cache import BLOCK, Claim, PrefixCache, reusable
+from openrl.backends.common.prefix_cache import BLOCK, Claim, PrefixCache, reusable
 
 
 def tokens(seed: int, blocks: float) -> list[int]:

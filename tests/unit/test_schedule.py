@@ -8,11 +8,11 @@ import numpy as np
 import torch
 
 from openrl.backends.base import SampleJob
-from openrl.backends.torch.prefill import Prefix, choose, part
-from openrl.backends.torch.prefix_cache import BLOCK
-from openrl.backends.torch.schedule import Schedule
-from openrl.backends.torch.sequences import Job, PromptScores, Sequence, arrange, row_knobs
-from openrl.backends.torch.stops import TokenStop
+from openrl.backends.common.prefill import Prefix, choose, part
+from openrl.backends.common.prefix_cache import BLOCK
+from openrl.backends.common.schedule import Schedule
+from openrl.backends.common.sequences import Job, PromptScores, Sequence, arrange, row_knobs
+from openrl.backends.common.stops import TokenStop
 from openrl.types import AdapterRef, RequestId, SamplePayload, SamplingParams
 
 

@@ -13,7 +13,7 @@ from tinker.proto.response_conv import deserialize_forward_backward_output, dese
 from openrl.daemon.work import LoadState, OptimStep, SaveSampler, SaveState, Train
 from openrl.errors import TooLarge
 from openrl.server.app import create_app
-from openrl.types import AdamParams, LoraSpec, Op, RequestId, RunId, SessionId
+from openrl.types import AdamParams, FullSpec, LoraSpec, Op, RequestId, RunId, SessionId
 from openrl.wire import tinker_pb2 as pb
 from support.fake_daemon import MODEL, FakeDaemon, server_settings
 from support.http import KEY, Http
@@ -153,6 +153,16 @@ def test_create_model(http: Http, daemon: FakeDaemon) -> None:
     assert http.future(promise).json() == {"model_id": "s0:train:3"}  # T19
     assert daemon.new_runs[0].seed == 7
     assert not daemon.new_runs[0].train_unembed
+
+
+def test_f1_c9_a_missing_lora_config_is_full_fine_tuning(http: Http, daemon: FakeDaemon) -> None:
+    """F1, C9: as rank 0 is; such a run has no rank."""
+    body = {"session_id": "s0", "base_model": MODEL}
+    for number, more in enumerate([{}, {"lora_config": None}, {"lora_config": {"rank": 0, "seed": 3}}]):
+        made = http.future(http.post("create_model", body | {"model_seq_id": number} | more)).json()
+        info = http.post("get_info", made).json()
+        assert (info["is_lora"], info["lora_rank"]) == (False, None)
+        assert daemon.runs[RunId(made["model_id"])].spec == FullSpec()
 
 
 def test_get_info(http: Http) -> None:
@@ -462,9 +472,10 @@ def test_bad_samples_are_400(http: Http) -> None:
 
 def test_a5_bad_ranks_fail_the_future(http: Http) -> None:
     base = {"session_id": "s0", "base_model": MODEL}
-    zero = http.post("create_model", base | {"model_seq_id": 1, "lora_config": {"rank": 0}})
-    assert "full fine-tuning is not served yet; use rank 1..64" in failed(http, zero)
-    assert "full fine-tuning" in failed(http, http.post("create_model", base | {"model_seq_id": 2}))
+    low = http.post("create_model", base | {"model_seq_id": 1, "lora_config": {"rank": -1}})
+    assert "must lie in 1..64, got -1" in failed(http, low)
+    part = http.post("create_model", base | {"model_seq_id": 2, "lora_config": {"rank": 0, "train_attn": False}})
+    assert "rank 0 trains all parameters" in failed(http, part)
     big = http.post("create_model", base | {"model_seq_id": 3, "lora_config": {"rank": 65}})
     assert "must lie in 1..64, got 65" in failed(http, big)
 

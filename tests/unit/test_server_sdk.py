@@ -129,10 +129,18 @@ def test_a_body_that_is_too_large_fails_at_once_and_the_client_goes_on(training:
 
 
 def test_bad_ranks_and_models_are_refused(service: tinker.ServiceClient) -> None:
-    with pytest.raises(tinker.RequestFailedError, match="full fine-tuning is not served yet"):
-        service.create_lora_training_client(base_model=MODEL, rank=0).result(timeout=10)
+    with pytest.raises(tinker.RequestFailedError, match=r"lora_config\.rank must lie in 1\.\.64, got 65"):
+        service.create_lora_training_client(base_model=MODEL, rank=65).result(timeout=10)
+    with pytest.raises(tinker.RequestFailedError, match="rank 0 trains all parameters: train_attn"):
+        service.create_lora_training_client(base_model=MODEL, rank=0, train_mlp=False).result(timeout=10)
     with pytest.raises(tinker.BadRequestError, match=f"legal: {MODEL}"):
         service.create_lora_training_client(base_model="other/model").result(timeout=10)
+
+
+def test_f1_c9_rank_0_is_full_fine_tuning(service: tinker.ServiceClient) -> None:
+    """F1, C9: the SDK's only way to ask for it."""
+    info = service.create_lora_training_client(base_model=MODEL, rank=0).result(timeout=10).get_info()
+    assert (info.is_lora, info.lora_rank) == (False, None)
 
 
 def test_save_and_resume(training: tinker.TrainingClient, service: tinker.ServiceClient) -> None:

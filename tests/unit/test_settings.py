@@ -139,11 +139,25 @@ def test_an_unknown_model_stops_the_start(tmp_path: Path) -> None:
 
 def test_every_field_has_a_setting_and_every_setting_a_field(tmp_path: Path) -> None:
     found = resolve(tmp_path).settings
-    keys = {"data_dir", "models", "aliases", "server.api_key"}
+    keys = {"data_dir", "models", "allow_models", "aliases", "server.api_key"}
     for group in ("server", "engine", "daemon", "log", "hub", "billing", "remote", "sharing"):
         keys |= {f"{group}.{field.name}" for field in dataclasses.fields(getattr(found, group))}
     assert keys == set(settings.BY_KEY)
     assert len({setting.env for setting in settings.SETTINGS}) == len(settings.SETTINGS)
+
+
+def test_models_by_pattern_come_beside_those_that_are_listed_or_alone(tmp_path: Path) -> None:
+    """The default model is for those who say nothing of models at all."""
+    alone = resolve(tmp_path, env={"OPENRL_ALLOW_MODELS": "Qwen/*, local/*"}).settings
+    assert (alone.models, alone.allow_models) == ((), ("Qwen/*", "local/*"))
+    beside = resolve(tmp_path, {"models": ["gemma-3-270m"], "allow_models": ["*"]}).settings
+    assert [model.name for model in beside.models] == ["google/gemma-3-270m"]
+    assert resolve(tmp_path).settings.allow_models == ()
+
+
+def test_models_by_pattern_are_loaded_here_and_not_at_a_remote(tmp_path: Path) -> None:
+    with pytest.raises(SettingsError, match="allow_models"):
+        resolve(tmp_path, {"allow_models": ["*"], "engine.backend": "remote"})
 
 
 def test_defaults_are_legal() -> None:

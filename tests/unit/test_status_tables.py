@@ -87,3 +87,12 @@ def test_watching_is_for_people(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.undo()
     with pytest.raises(NotReady):
         CliRunner().invoke(app, ["status", "--watch", "--url", "http://127.0.0.1:9"], catch_exceptions=False)
+
+
+def test_a_sampler_in_a_process_of_its_own() -> None:
+    """Once for a model, however many names it has."""
+    sampler = {"engine": "vLLM 9.9", "state": "restarting", "detail": "vLLM ended with exit code 3", "restarts": 2}
+    model = {**MODEL, "dtype": None, "busy": 0.0, "now": {**NOW, "runs": [], "samples": 0}, "sampler": sampler}
+    printed = text(picture(models=[model, {**model, "name": "c/d", "alias_of": "a/b"}]))
+    assert "a/b samples with vLLM 9.9: restarting, vLLM ended with exit code 3, started again 2 times" in printed
+    assert printed.count("vLLM 9.9") == 1

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from tokenizers import Tokenizer
 
-from openrl.backends.torch.stops import Stops, StopWatch, TextStop
+from openrl.backends.common.stops import Stops, StopWatch, TextStop
 from openrl.errors import BadRequest
 from support.tokenizers import save_bpe_tokenizer, save_metaspace_tokenizer
 

@@ -37,7 +37,7 @@ def paths() -> list[tuple[str, str]]:
         path = route.path
         for name in route.param_convertors:
             path = path.replace(f"{{{name}:path}}", "x").replace(f"{{{name}}}", "x")
-        found += [(method, given) for method in route.methods or () for given in (path, path + "/")]
+        found += [(method, given) for method in sorted(route.methods or ()) for given in (path, path + "/")]
     return [(method, path) for method, path in found if method != "HEAD"]
 
 

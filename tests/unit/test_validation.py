@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import numpy as np
@@ -15,6 +16,7 @@ from openrl.types import AdamParams, Cells, Datum, ModelInfo, SamplePayload, Sam
 from openrl.validation import (
     check_adam,
     check_checkpoint_name,
+    check_full,
     check_lora,
     check_optimizer,
     check_sample,
@@ -260,7 +262,7 @@ def test_a5_rank() -> None:
     flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
     check_lora(1, INFO, **flags)
     check_lora(64, INFO, **flags)
-    assert "full fine-tuning is not served yet; use rank 1..64" in refused(lambda: check_lora(0, INFO, **flags))
+    assert "must lie in 1..64, got 0" in refused(lambda: check_lora(0, INFO, **flags))
     assert "must lie in 1..64, got 65" in refused(lambda: check_lora(65, INFO, **flags))
     assert "got -1" in refused(lambda: check_lora(-1, INFO, **flags))
 
@@ -268,6 +270,16 @@ def test_a5_rank() -> None:
 def test_a6_something_must_be_trained() -> None:
     flags = {"train_attn": False, "train_mlp": False, "train_unembed": False}
     assert "at least one of train_attn" in refused(lambda: check_lora(8, INFO, **flags))
+
+
+def test_f1_full_fine_tuning_trains_everything_or_nothing() -> None:
+    """F1: flags are ignored when all are true; groups cannot be chosen, and some backends have LoRA only."""
+    flags = {"train_attn": True, "train_mlp": True, "train_unembed": True}
+    check_full(None, **flags)
+    check_full(replace(INFO, full_tuning=True), **flags)
+    assert "must be true or absent" in refused(lambda: check_full(INFO, **{**flags, "train_mlp": False}))
+    lora_only = replace(INFO, full_tuning=False)
+    assert "trains LoRA only; use rank 1..64" in refused(lambda: check_full(lora_only, **flags))
 
 
 def test_o10_only_adamw() -> None:

@@ -1,4 +1,4 @@
-"""The PyTorch backend on the processor, whatever accelerators there are."""
+"""The PyTorch backend on the processor, whatever accelerators there are; its sampler may be vLLM's build for CPUs."""
 
 from __future__ import annotations
 
@@ -6,8 +6,9 @@ from dataclasses import replace
 
 from openrl.backends.base import Backend, BackendSpec
 from openrl.backends.torch.backend import open_backend as open_torch
+from openrl.backends.vllm.attach import attach
 
 
 def open_backend(spec: BackendSpec) -> Backend:
     """Open a model on the CPU. Raises `ModelError` if it cannot be used."""
-    return open_torch(replace(spec, device="cpu"))
+    return attach(open_torch(replace(spec, device="cpu")), spec)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from openrl.backends.torch.lora import Adapter, LoraShape
+from openrl.backends.common.lora import LoraShape
+from openrl.backends.common.run_files import adapter_arrays
+from openrl.backends.torch.lora import Adapter
 from openrl.checkpoints.peft import AdapterFolder, read_adapter
-from openrl.errors import BadRequest
 from openrl.types import Array
 
 
@@ -26,24 +27,10 @@ def load_adapter(folder: Path, shapes: dict[str, LoraShape], device: torch.devic
 
 def to_adapter(read: AdapterFolder, shapes: dict[str, LoraShape], device: torch.device) -> Adapter:
     """An adapter from a folder already read. Raises `BadRequest` naming the first layer that does not fit."""
-    unknown = [layer for layer in read.layers if layer not in shapes]
-    if unknown:
-        raise BadRequest(f"the checkpoint adapts the layer {unknown[0]!r}, which the base model does not have.")
-    a: dict[str, Tensor] = {}
-    b: dict[str, Tensor] = {}
-    for layer in (name for name in shapes if name in read.layers):
-        shape, rank = shapes[layer], read.spec.rank
-        a[layer] = _tensor(read.tensors, f"{layer}.lora_A", (rank, shape.inputs), device)
-        b[layer] = _tensor(read.tensors, f"{layer}.lora_B", (shape.outputs, rank), device)
+    arrays = adapter_arrays(read, shapes)
+    a = {layer: torch.tensor(pair[0], device=device) for layer, pair in arrays.items()}
+    b = {layer: torch.tensor(pair[1], device=device) for layer, pair in arrays.items()}
     return Adapter(read.spec, a, b)
-
-
-def _tensor(tensors: Mapping[str, Array], name: str, shape: tuple[int, ...], device: torch.device) -> Tensor:
-    if name not in tensors:
-        raise BadRequest(f"the checkpoint lacks the tensor {name!r}.")
-    if tensors[name].shape != shape:
-        raise BadRequest(f"the checkpoint's {name!r} has shape {tensors[name].shape}; this base model needs {shape}.")
-    return torch.tensor(tensors[name].astype(np.float32, copy=False), device=device)
 
 
 def to_numpy(tensors: Mapping[str, Tensor]) -> dict[str, Array]:

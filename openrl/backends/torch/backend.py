@@ -2,19 +2,30 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
+from pathlib import Path
+
 import psutil
+import torch
 from transformers.utils import logging as transformers_logging
 
 from openrl.backends.base import Backend, BackendSpec
 from openrl.backends.torch.device import Compute, choose
+from openrl.backends.torch.full_files import check_model
+from openrl.backends.torch.full_model import parameter_shapes
+from openrl.backends.torch.full_sample import Sampling
+from openrl.backends.torch.full_train import FullTrainer
 from openrl.backends.torch.model import CausalLM, open_model
 from openrl.backends.torch.sample import Sampler
 from openrl.backends.torch.train import Trainer
+from openrl.backends.torch.training import Training
 from openrl.types import DeviceReport, ModelInfo
 
 # Beyond this, an adapter of all layers outweighs a small base model, and LoRA's evidence ends (A13); its memory
 # (four float32 values a parameter) is what the limit protects.
 MAX_LORA_RANK = 256
+
+_BESIDE = 4  # part of the base model's prefix cache that a whole model beside it has
 
 
 def open_backend(spec: BackendSpec) -> Backend:
@@ -22,18 +33,32 @@ def open_backend(spec: BackendSpec) -> Backend:
     _quiet_transformers()
     compute = choose(spec.device, spec.dtype, spec.threads)
     model = open_model(spec.folder, compute.device, compute.dtype)
+    sampling = _sampling(model, spec, compute)
+    full = FullTrainer(model, spec.folder, spec.max_batch_tokens, spec.name, sampling.release_idle)
     return Backend(
         info=_model_info(model),
         report=_report(compute),
-        train=Trainer(model, spec.max_batch_tokens, spec.name),
-        sample=Sampler(
-            model,
-            spec.folder,
-            spec.max_sample_rows,
-            spec.max_kv_tokens,
-            prefix_cache_tokens=spec.prefix_cache_tokens,
-        ),
+        use_threads=torch.set_num_threads,
+        train=Training(Trainer(model, spec.max_batch_tokens, spec.name), full),
+        sample=sampling,
     )
+
+
+def _sampling(model: CausalLM, spec: BackendSpec, compute: Compute) -> Sampling:
+    """The base model's sampler, and how one of a checkpoint of all parameters is opened beside it."""
+
+    def sampler(opened: CausalLM, stored: int) -> Sampler:
+        # The base folder's tokenizer serves them all: a checkpoint's may be deleted while it is open.
+        return Sampler(opened, spec.folder, spec.max_sample_rows, spec.max_kv_tokens, prefix_cache_tokens=stored)
+
+    def beside(folder: Path) -> Sampler:
+        # Nothing of the folder counts but its weights: it may have come from another server.
+        check_model(folder, parameter_shapes(model.config))
+        opened = open_model(folder, compute.device, compute.dtype, deepcopy(model.config))
+        opened.eos_ids = model.eos_ids
+        return sampler(opened, spec.prefix_cache_tokens // _BESIDE)
+
+    return Sampling(sampler(model, spec.prefix_cache_tokens), model, beside)
 
 
 def _quiet_transformers() -> None:
@@ -50,6 +75,7 @@ def _model_info(model: CausalLM) -> ModelInfo:
         max_lora_rank=min(MAX_LORA_RANK, narrowest),  # a higher rank than the matrix has adds nothing
         parameters=model.parameters,
         family=model.config.model_type,
+        full_tuning=True,
     )
 
 

@@ -1,7 +1,6 @@
 """Drawing tokens for a batch whose rows differ in temperature, top-k, top-p and seed (S1-S3, S11-S13).
 
-Random numbers are counter-based: the number for a token is a hash of its sequence's seed and its position, so no
-sequence can disturb another's and a sequence that is computed anew draws the same tokens again.
+The random numbers are those of `openrl.backends.common.uniforms`, one for each sequence's seed and position.
 """
 
 from __future__ import annotations
@@ -16,26 +15,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-UInt64Array = npt.NDArray[np.uint64]
+from openrl.backends.common.uniforms import RowKnobs, UInt64Array, uniforms
 
 _BLOCK = 256  # entries of a distribution that are summed as one in the first half of the inverse CDF, at most
 _LEAST_BLOCK = 32
 _FIRST_SORT = 64  # how many of the most likely tokens top-p sorts before it resorts to more
 _NO_TOP_P = 2.0  # above any mass, so that top-p keeps everything
 _ROUNDING = 1e-6  # of float32 logprobs: masses this close to top-p have reached it
-_GOLDEN = np.uint64(0x9E3779B97F4A7C15)
-
-
-def uniforms(seeds: UInt64Array, positions: npt.NDArray[np.int64]) -> npt.NDArray[np.float64]:
-    """One number in [0, 1) for each (seed, position), from 53 bits of a splitmix64 hash of both. The two broadcast."""
-    counters = _mix(seeds + _GOLDEN) + (positions.astype(np.uint64) + np.uint64(1)) * _GOLDEN
-    return (_mix(counters) >> np.uint64(11)).astype(np.float64) * 2.0**-53
-
-
-def _mix(x: UInt64Array) -> UInt64Array:
-    x = (x ^ (x >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
-    x = (x ^ (x >> np.uint64(27))) * np.uint64(0x94D049BB133111EB)
-    return x ^ (x >> np.uint64(31))
 
 
 @dataclass(frozen=True, slots=True)
@@ -59,17 +45,6 @@ class Knobs:
     top: int  # how many of the most likely tokens to report
 
 
-@dataclass(frozen=True, slots=True)
-class RowKnobs:
-    """One row's part of `Knobs`: `seed` in 0..2^64-1, the rest as in `SamplingParams`; `top` tokens to report."""
-
-    seed: int
-    temperature: float
-    top_k: int
-    top_p: float
-    top: int
-
-
 def stack(rows: Sequence[RowKnobs], vocab: int, device: torch.device) -> Knobs:
     """Vectors on the device for a batch of rows."""
     greedy = [row.temperature == 0 for row in rows]
@@ -86,7 +61,7 @@ def stack(rows: Sequence[RowKnobs], vocab: int, device: torch.device) -> Knobs:
 
 
 def _truncation(rows: Sequence[RowKnobs], vocab: int, device: torch.device) -> Truncation | None:
-    cut = [i for i, row in enumerate(rows) if row.temperature and (row.top_p < 1 or 0 < row.top_k < vocab)]
+    cut = [i for i, row in enumerate(rows) if row.cuts(vocab)]
     if not cut:
         return None
     top_k = [rows[i].top_k if 0 < rows[i].top_k < vocab else vocab for i in cut]

@@ -8,39 +8,20 @@ than the buffer has its logits computed again on the way back.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from openrl.backends.common.spans import Judge, Span, groups, judge_group, padded_targets, pieces
 from openrl.backends.torch.joint import transposed
 from openrl.backends.torch.lora import Adapter, Segment, add_lora
 from openrl.backends.torch.memory_plan import HEAD_CELLS
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.scratch import Scratch
 from openrl.checkpoints.peft import HEAD_NAME
-from openrl.types import Array, FloatArray
-
-
-@dataclass(frozen=True, slots=True)
-class Span:
-    """One datum's part of the flattened positions: `length` rows with targets int64 [N, K]."""
-
-    adapter: Adapter
-    targets: Array
-
-    @property
-    def length(self) -> int:
-        return self.targets.shape[0]
-
-
-class Judge(Protocol):
-    """Takes the logprobs [N, K] of datum `index` and returns dL/dlp float32 [N, K], or None where there is none."""
-
-    def __call__(self, index: int, logprobs: FloatArray) -> FloatArray | None: ...
 
 
 @dataclass(slots=True)
@@ -60,50 +41,42 @@ class Head:
         self._rows = max(1, buffer_elements // model.vocab_size)
         self._scratch = Scratch(model.device)
 
-    def run(self, x: Tensor, spans: Sequence[Span], judge: Judge, *, backward: bool) -> HeadGradient:
-        """Score the hidden states x [M, H] (detached) of `spans` laid end to end; differentiate if `backward`."""
+    def run(
+        self,
+        x: Tensor,
+        spans: Sequence[Span[Adapter]],
+        judge: Judge,
+        *,
+        backward: bool,
+        into: Tensor | None = None,
+    ) -> HeadGradient:
+        """Score the hidden states x [M, H] (detached) of `spans` laid end to end; differentiate if `backward`.
+
+        The head's own gradient is added to `into`, float32 [V, H], where that is given.
+        """
         gradient = HeadGradient(torch.zeros_like(x) if backward else x.new_empty(0), {})
-        for first, last, start in self._groups(spans):
+        for first, last, start in groups(spans, self._rows):
             group = spans[first:last]
-            pieces = self._pieces(start, group)
-            targets = _pad_targets(group, x.device)
-            scored = [self._score(x[lo:hi], targets[lo - start : hi - start], s) for lo, hi, s in pieces]
+            cut = pieces(start, group, self._rows)
+            targets = torch.from_numpy(padded_targets(group)).to(x.device)
+            scored = [self._score(x[lo:hi], targets[lo - start : hi - start], s) for lo, hi, s in cut]
             lp = torch.cat([logprobs for _, logprobs in scored]).cpu().numpy()
-            g = _judge_group(group, first, lp, judge)
+            g = judge_group(group, first, lp, judge)
             if not backward or not g.any():
                 continue
             gradient.touched = True
             grads = torch.from_numpy(g).to(x.device)
-            for lo, hi, segments in pieces:
+            for lo, hi, segments in cut:
                 rows, part = x[lo:hi], slice(lo - start, hi - start)
                 # The buffer still holds the last piece scored; earlier pieces of a long datum are scored again.
-                p = scored[0][0] if len(pieces) == 1 else self._score(rows, targets[part], segments)[0]
-                gradient.hidden[lo:hi] = self._push(rows, p, targets[part], grads[part], segments, gradient.factors)
+                p = scored[0][0] if len(cut) == 1 else self._score(rows, targets[part], segments)[0]
+                push = self._push(rows, p, targets[part], grads[part], segments, gradient.factors, into)
+                gradient.hidden[lo:hi] = push
         return gradient
 
     def clear(self) -> None:
         """Give the buffers back."""
         self._scratch.clear()
-
-    def _groups(self, spans: Sequence[Span]) -> Iterator[tuple[int, int, int]]:
-        """(first, last, start row) of runs of spans whose rows fit the buffer together, or of one that does not."""
-        first = start = rows = 0
-        for index, span in enumerate(spans):
-            if rows and rows + span.length > self._rows:
-                yield first, index, start
-                first, start, rows = index, start + rows, 0
-            rows += span.length
-        if rows:
-            yield first, len(spans), start
-
-    def _pieces(self, start: int, group: Sequence[Span]) -> list[tuple[int, int, tuple[Segment, ...]]]:
-        """(first row, last row, segments) of the parts of a group that fit the buffer."""
-        total = sum(span.length for span in group)
-        if total <= self._rows:
-            return [(start, start + total, _segments(group))]
-        adapter = group[0].adapter
-        bounds = [(lo, min(lo + self._rows, total)) for lo in range(0, total, self._rows)]
-        return [(start + lo, start + hi, (Segment(0, hi - lo, adapter),)) for lo, hi in bounds]
 
     def _score(self, x: Tensor, targets: Tensor, segments: tuple[Segment, ...]) -> tuple[Tensor, Tensor]:
         """Probabilities float32 [m, V], in the buffer, and logprobs of the targets float32 [m, K] (L6)."""
@@ -133,13 +106,16 @@ class Head:
         g: Tensor,
         segments: tuple[Segment, ...],
         factors: dict[int, tuple[Tensor, Tensor]],
+        into: Tensor | None,
     ) -> Tensor:
-        """dL/dx [m, H] from g = dL/dlp [m, K] (L9); adds to the head's LoRA gradients."""
+        """dL/dx [m, H] from g = dL/dlp [m, K] (L9); adds to the gradients of the head's adapters, and its own."""
         live = g.ne(0).any(dim=1).nonzero().squeeze(1)
         dx = torch.zeros_like(x)
         if live.numel() == 0:
             return dx
         dz = self._logit_gradient(p, targets, g, live)
+        if into is not None:
+            _add_outer(into, dz, x[live])
         dx_live = dz @ self._model.head
         for s in segments:
             lo, hi = torch.searchsorted(live, torch.tensor([s.start, s.stop], device=live.device)).tolist()
@@ -177,37 +153,12 @@ def _runs(rows: Tensor) -> list[tuple[int, int]]:
     return [(int(numbers[a]), int(numbers[b - 1]) + 1) for a, b in zip(starts, stops, strict=True)]
 
 
-def _segments(group: Sequence[Span]) -> tuple[Segment, ...]:
-    """Rows of a group by adapter; neighbours of one adapter are one segment."""
-    segments: list[Segment] = []
-    start = 0
-    for span in group:
-        stop = start + span.length
-        if segments and segments[-1].adapter is span.adapter:
-            start = segments.pop().start
-        segments.append(Segment(start, stop, span.adapter))
-        start = stop
-    return tuple(segments)
-
-
-def _pad_targets(group: Sequence[Span], device: torch.device) -> Tensor:
-    """Targets of all spans [rows, largest K]; a smaller K is filled up with token 0, without gradient (L20)."""
-    width = max(span.targets.shape[1] for span in group)
-    padded = [np.pad(span.targets, ((0, 0), (0, width - span.targets.shape[1]))) for span in group]
-    return torch.from_numpy(np.concatenate(padded)).to(device)
-
-
-def _judge_group(group: Sequence[Span], first: int, lp: FloatArray, judge: Judge) -> FloatArray:
-    """dL/dlp of a whole group, zeros for datums without one."""
-    g = np.zeros_like(lp)
-    start = 0
-    for offset, span in enumerate(group):
-        rows, k = slice(start, start + span.length), span.targets.shape[1]
-        judged = judge(first + offset, lp[rows, :k])
-        if judged is not None:
-            g[rows, :k] = judged
-        start += span.length
-    return g
+def _add_outer(into: Tensor, dz: Tensor, x: Tensor) -> None:
+    """Float32 into [V, H] += dz^T x, of dz [m, V] and x [m, H] in the compute dtype."""
+    if dz.dtype is into.dtype:
+        into.addmm_(dz.t(), x)
+    else:
+        into.add_(dz.t() @ x)
 
 
 def _head_factors(adapter: Adapter, x: Tensor, dz: Tensor, factors: dict[int, tuple[Tensor, Tensor]]) -> Tensor:

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-_LENGTH_BLOCK = 64  # columns are added in multiples of this
+from openrl.backends.common.slots import LENGTH_BLOCK, grown, mostly_unused, spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class KVCache:
     def whole_blocks(self, length: int) -> int:
         """Columns to attend over for sequences of up to `length`: whole blocks, since products have kernels made for
         their sizes, which would else be made anew for each token."""
-        return min(-(-length // _LENGTH_BLOCK) * _LENGTH_BLOCK, self.length)
+        return min(-(-length // LENGTH_BLOCK) * LENGTH_BLOCK, self.length)
 
     def clear(self) -> None:
         """Give all memory back."""
@@ -80,17 +80,12 @@ class KVCache:
 
     def shrink(self, slots: int, length: int) -> None:
         """Give memory back when only a small part is still used: the first `slots`, up to `length`."""
-        if 8 * slots * length <= self.slots * self.length > 8 * _LENGTH_BLOCK:
+        if mostly_unused(slots, length, self.slots, self.length):
             self._resize(*self._rounded(slots, length), slots, length)
 
     def _rounded(self, slots: int, length: int) -> tuple[int, int]:
-        wide = min(1 << (slots - 1).bit_length(), self._max_slots)
-        long = -(-length // _LENGTH_BLOCK) * _LENGTH_BLOCK
-        long = max(long, self.length) if self.fits(wide, max(long, self.length)) else long
-        if self.fits(wide, long):
-            return wide, long
-        # All that is left, rather than just enough, or every further token would move the whole cache.
-        return slots, min(long, self._max_tokens // slots)
+        limits = {"max_slots": self._max_slots, "max_tokens": self._max_tokens}
+        return grown(slots, length, held_length=self.length, **limits)
 
     def _resize(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
         """Layer by layer, so that old and new lie side by side for one tensor only."""
@@ -128,17 +123,6 @@ class KVCache:
         """Zero a slot that may hold non-finite values."""
         for tensor in (*self.keys, *self.values):
             tensor[slot].zero_()
-
-
-def spans(slots: Sequence[int]) -> list[slice]:
-    """Runs of neighbours among ascending slots: a slice is copied in one go, an index element by element."""
-    found: list[slice] = []
-    for slot in slots:
-        if found and found[-1].stop == slot:
-            found[-1] = slice(found[-1].start, slot + 1)
-        else:
-            found.append(slice(slot, slot + 1))
-    return found
 
 
 class View:

@@ -1,6 +1,6 @@
 """Keys and values of stored prompt beginnings, in blocks of tokens beside the rectangle, and prefill that starts there.
 
-`openrl.backends.torch.prefix_cache` says which block holds what. A prefill reads the blocks of each row's beginning,
+`openrl.backends.common.prefix_cache` says which block holds what. A prefill reads the blocks of each row's beginning,
 computes the rest, and fills blocks for prompts to come, all within the attention layers' own calls.
 """
 
@@ -13,8 +13,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrl.backends.torch.kv import KVCache, KVShape, View, spans
-from openrl.backends.torch.prefix_cache import BLOCK, Claim
+from openrl.backends.common.prefix_cache import BLOCK, Claim
+from openrl.backends.common.slots import spans
+from openrl.backends.torch.kv import KVCache, KVShape, View
 
 _FIRST_BLOCKS = 64
 

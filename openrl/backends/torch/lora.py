@@ -6,9 +6,7 @@ object that all wrapped layers share, so that rows of many adapters go through o
 
 from __future__ import annotations
 
-import hashlib
-from collections.abc import Generator, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any
 
@@ -16,16 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional
 
-from openrl.checkpoints.peft import ALPHA, ATTN_MODULES, HEAD_NAME, MLP_MODULES
+from openrl.backends.common import lora
+from openrl.backends.common.lora import LoraShape, layer_names, layer_seed
+from openrl.checkpoints.peft import ALPHA, HEAD_NAME
 from openrl.types import LoraSpec
-
-
-@dataclass(frozen=True, slots=True)
-class LoraShape:
-    """Input and output size of a layer that can carry an adapter."""
-
-    inputs: int
-    outputs: int
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
@@ -67,63 +59,21 @@ class Adapter:
         return Adapter(self.spec, {}, {}, {name: cast(name) for name in self.a})
 
 
-def layer_names(spec: LoraSpec, shapes: dict[str, LoraShape]) -> list[str]:
-    """Layers that `spec` trains, in the model's order (4.2)."""
-    wanted: set[str] = set()
-    wanted |= set(ATTN_MODULES) if spec.train_attn else set()
-    wanted |= set(MLP_MODULES) if spec.train_mlp else set()
-    wanted |= {HEAD_NAME} if spec.train_unembed else set()
-    return [name for name in shapes if name.rsplit(".", 1)[-1] in wanted]
-
-
 def fresh_adapter(spec: LoraSpec, shapes: dict[str, LoraShape], device: torch.device) -> Adapter:
     """B = 0 and A uniform on ±1/sqrt(in) (A2), each layer from a generator of its own (A4)."""
     a: dict[str, Tensor] = {}
     b: dict[str, Tensor] = {}
     for name in layer_names(spec, shapes):
         shape = shapes[name]
-        digest = hashlib.sha256(f"{spec.seed}:{name}".encode()).digest()
-        generator = torch.Generator().manual_seed(int.from_bytes(digest[:8], "little", signed=True))
+        generator = torch.Generator().manual_seed(layer_seed(spec.seed, name))
         uniform = torch.rand(spec.rank, shape.inputs, generator=generator, dtype=torch.float32)
         a[name] = ((uniform * 2 - 1) * shape.inputs**-0.5).to(device)
         b[name] = torch.zeros(shape.outputs, spec.rank, dtype=torch.float32, device=device)
     return Adapter(spec, a, b)
 
 
-@dataclass(frozen=True, slots=True)
-class Segment:
-    """Rows [start, stop) of a batch belong to `adapter`."""
-
-    start: int
-    stop: int
-    adapter: Adapter | None
-
-
-class Routing:
-    """Which rows of the current batch use which adapter; shared by all wrapped layers of a model."""
-
-    def __init__(self) -> None:
-        self.segments: tuple[Segment, ...] = ()
-
-    @contextmanager
-    def use(self, adapters: Sequence[Adapter | None]) -> Generator[None]:
-        """Route row i of the batch to `adapters[i]`. Rows of one adapter should be neighbours: a run is one product."""
-        before, self.segments = self.segments, segments_of(adapters)
-        try:
-            yield
-        finally:
-            self.segments = before
-
-
-def segments_of(adapters: Sequence[Adapter | None]) -> tuple[Segment, ...]:
-    """Runs of equal neighbours."""
-    segments: list[Segment] = []
-    start = 0
-    for stop in range(1, len(adapters) + 1):
-        if stop == len(adapters) or adapters[stop] is not adapters[start]:
-            segments.append(Segment(start, stop, adapters[start]))
-            start = stop
-    return tuple(segments)
+Segment = lora.Segment[Adapter]
+Routing = lora.Routing[Adapter]
 
 
 class LoraLinear(nn.Module):

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, Self
 
 # Of free memory that a pass may take: on a CPU others live there too, and on a GPU the KV cache does.
 _CPU_SHARE, _GPU_SHARE = 0.5, 0.8
@@ -39,7 +39,7 @@ class Sizes:
     bytes_per_value: int
 
     @classmethod
-    def of(cls, config: Mapping[str, Any], bytes_per_value: int) -> Sizes:
+    def of(cls, config: Mapping[str, Any], bytes_per_value: int) -> Self:
         """From the text model's part of a `config.json`."""
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])

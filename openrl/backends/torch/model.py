@@ -16,16 +16,14 @@ import torch
 from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
-from openrl.backends.torch.lora import LoraLinear, LoraShape, Routing, Segment, add_lora
+from openrl.backends.common.lora import LoraShape
+from openrl.backends.torch.lora import LoraLinear, Routing, Segment, add_lora
 from openrl.checkpoints.peft import ATTN_MODULES, HEAD_NAME, MLP_MODULES
 from openrl.errors import ModelError
 
 # Families whose head is a plain product (with optional soft-capping) and whose layers carry the usual names: checked
 # by the contract tests. Others may scale logits or embed differently, so they are refused rather than guessed.
 FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"})
-
-# Below so many rows a head product on the CPU is bound by reading the weights, and converting them first costs more.
-_CONVERT_ROWS = 64
 
 
 @dataclass(slots=True)
@@ -68,9 +66,9 @@ class CausalLM:
             return torch.mm(hidden, self.head.t(), out_dtype=torch.float32, out=out)
         if self.project_packed is not None and out is None:
             return self.project_packed(hidden.float())
-        # Values that came from bf16 lose nothing when the CPU multiplies them as bf16; the sum stays float32.
-        exact = self.dtype is torch.bfloat16 and hidden.shape[0] >= _CONVERT_ROWS
-        with _cpu_products("bf16" if exact else "ieee"):
+        # Values that came from bf16 lose nothing when the CPU multiplies them as bf16; the sum stays float32. That pays
+        # for a single row already, although the weights are converted each time.
+        with _cpu_products("bf16" if self.dtype is torch.bfloat16 else "ieee"):
             return torch.mm(hidden.float(), self.head_wide.t(), out=out)
 
     def cap(self, z: Tensor) -> Tensor:
@@ -78,17 +76,19 @@ class CausalLM:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def open_model(folder: Path, device: torch.device, dtype: torch.dtype) -> CausalLM:
-    """Load a folder, freeze it and wrap its linear layers. Raises `ModelError` for a family that is not supported."""
-    config = AutoConfig.from_pretrained(folder)
+def open_model(folder: Path, device: torch.device, dtype: torch.dtype, config: Any = None) -> CausalLM:
+    """Load a folder, freeze it and wrap its linear layers. Raises `ModelError` for a family that is not supported.
+
+    `config` is used in place of the folder's own, for weights whose folder came from elsewhere.
+    """
+    config = config or AutoConfig.from_pretrained(folder)
     if config.model_type not in FAMILIES:
         raise ModelError(
             f"model family {config.model_type!r} is not supported by the PyTorch backend.",
             f"Supported: {', '.join(sorted(FAMILIES))}.",
         )
-    # The fused attention kernels cannot cap scores softly, as Gemma 2 does.
-    attention = "eager" if config.model_type == "gemma2" else "sdpa"
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=attention)
+    attention = attention_of(config)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=attention)
     model.to(device).eval().requires_grad_(False)
     parameters = sum(p.numel() for p in model.parameters())  # a tied head counts once
     routing = Routing()
@@ -108,6 +108,11 @@ def open_model(folder: Path, device: torch.device, dtype: torch.dtype) -> Causal
         dtype=dtype,
         device=device,
     )
+
+
+def attention_of(config: Any) -> str:
+    """transformers' name for how a family attends: the fused kernels cannot cap scores softly, as Gemma 2 does."""
+    return "eager" if config.model_type == "gemma2" else "sdpa"
 
 
 @contextmanager

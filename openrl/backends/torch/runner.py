@@ -1,13 +1,12 @@
 """The device side of sampling: prompts and decoding steps through the model, keys and values into the cache.
 
-Which sequences are computed together is decided elsewhere (`openrl.backends.torch.schedule`). Runs under
-`torch.inference_mode`, which the caller enters.
+Which sequences are computed together is decided elsewhere (`openrl.backends.common.schedule`).
 """
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence as Items
+from contextlib import AbstractContextManager
 from dataclasses import dataclass
 from typing import Any
 
@@ -15,31 +14,21 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrl.backends.common.engine import Token, set_end
+from openrl.backends.common.lora import segments_of
+from openrl.backends.common.prefill import Prefix
+from openrl.backends.common.prefix_cache import Claim
+from openrl.backends.common.scoring import Span, head_rows
+from openrl.backends.common.sequences import Sequence, TopRow
+from openrl.backends.common.slots import place
 from openrl.backends.torch.draw import Drawn, Knobs, draw, stack
 from openrl.backends.torch.kv import ChunkView, KVCache, KVShape
 from openrl.backends.torch.kv_blocks import Blocks, Filling, PrefillView, Row, fill, restore
-from openrl.backends.torch.lora import segments_of
 from openrl.backends.torch.masks import Masks
+from openrl.backends.torch.memory import is_out_of_memory
 from openrl.backends.torch.model import CausalLM
-from openrl.backends.torch.prefill import Prefix
-from openrl.backends.torch.prefix_cache import Claim
 from openrl.backends.torch.sample_backbone import backbone_of
-from openrl.backends.torch.score import Span, head_rows, score
-from openrl.backends.torch.sequences import Sequence, TopRow, arrange
-
-
-@dataclass(frozen=True, slots=True)
-class Token:
-    """One drawn token of a sequence."""
-
-    id: int
-    logprob: float
-    top: TopRow | None
-
-    @property
-    def sane(self) -> bool:
-        """False when the logits were not finite, because weights or sums broke."""
-        return math.isfinite(self.logprob)
+from openrl.backends.torch.score import score
 
 
 @dataclass(slots=True)
@@ -53,7 +42,7 @@ class _Batch:
 
 
 class Runner:
-    """Runs a model for the sampler and owns its KV cache."""
+    """Implements `openrl.backends.common.engine.Engine`: runs a model for the sampler and owns its KV cache."""
 
     def __init__(self, model: CausalLM, max_rows: int, max_kv_tokens: int) -> None:
         self._model = model
@@ -65,36 +54,17 @@ class Runner:
         self.blocks = Blocks(shape)
         self.intact = True  # False: running out of memory left the cache half moved
 
+    def scope(self) -> AbstractContextManager[object]:
+        """See `Engine`."""
+        return torch.inference_mode()
+
     # ---- slots ----
 
     def place(self, sequences: Items[Sequence], tail: Sequence | None, length: int) -> list[Sequence]:
-        """Give every sequence a slot, those of one adapter side by side, and `tail` a slot behind them.
-
-        Sequences that have one keep what it holds. There will be `length` columns. Returns the order of the slots.
-        """
+        """See `Engine`."""
         self.intact = False
-        everyone = [*sequences, tail] if tail else sequences
-        held = [s for s in sequences if s.slot >= 0]
-        kept = [*held, tail] if tail and tail.slot >= 0 else held
-        used = min(self.kv.length, max((s.length for s in kept), default=0))
-        if not self.kv.holds(len(everyone), length):
-            self._move(held, tail if tail in kept else None, used, closed=True)
-            self.kv.reserve(len(everyone), length, len(kept), used)
-        order = self._move(sequences, tail, used, closed=False)
-        self.kv.shrink(tail.slot + 1 if tail else len(order), length)
+        order = place(self.kv, sequences, tail, length)
         self.intact = True
-        return order
-
-    def _move(self, sequences: Items[Sequence], tail: Sequence | None, used: int, *, closed: bool) -> list[Sequence]:
-        """`closed`: `tail` stands next to the others. Else it stays anywhere behind them, and if it has to move, then
-        to the very end, so that it need not move again with each that joins."""
-        order, moves = arrange(sequences)
-        if tail is not None and (closed or tail.slot < len(order)):
-            place = len(order) if closed else self.kv.slots - 1
-            if tail.slot not in (-1, place):
-                moves.append((tail.slot, place))
-            tail.slot = place
-        self.kv.copy(moves, used)
         return order
 
     def clear(self) -> None:
@@ -123,7 +93,7 @@ class Runner:
         spans = [Span(job, p.start, hidden[i]) for i, p in enumerate(prefixes) for job in p.jobs if job.unscored]
         score(self._model, spans)
         for row, prefix in enumerate(prefixes):
-            _end(prefix, hidden[row, prefix.fresh - 1])
+            set_end(prefix, hidden[row, prefix.fresh - 1].clone())  # a view would keep the whole pass alive
 
     def compute_part(self, prefix: Prefix, count: int) -> None:
         """The next `count` tokens of a prefix whose first member has a slot."""
@@ -139,7 +109,7 @@ class Runner:
         score(self._model, [Span(job, start, hidden[0]) for job in prefix.jobs if job.unscored])
         prefix.done = stop
         if stop == len(prefix.tokens):
-            _end(prefix, hidden[0, -1])
+            set_end(prefix, hidden[0, -1].clone())
 
     def fork(self, source: Sequence, members: Items[Sequence], length: int) -> None:
         """Copy the first `length` columns of one sequence to others that begin with the same tokens."""
@@ -163,9 +133,20 @@ class Runner:
         batch.positions += 1
         return _tokens(live, drawn)
 
-    def draw(self, sequences: Items[Sequence], hidden: Tensor) -> list[Token]:
-        """Draw each sequence's next token from the hidden states [rows, H] of its last one."""
-        return _tokens(sequences, self._draw(sequences, hidden, self._knobs(sequences)))
+    def draw(self, sequences: Items[Sequence], ends: Items[Tensor]) -> list[Token]:
+        """Draw each sequence's next token from the hidden state [H] of its last one."""
+        return _tokens(sequences, self._draw(sequences, torch.stack(list(ends)), self._knobs(sequences)))
+
+    # ---- memory ----
+
+    def is_out_of_memory(self, error: RuntimeError) -> bool:
+        """See `Engine`."""
+        return is_out_of_memory(error)
+
+    def release(self) -> None:
+        """See `Engine`."""
+        if self._model.device.type == "cuda":
+            torch.cuda.empty_cache()
 
     def _new_batch(self, live: list[Sequence]) -> _Batch:
         tokens = torch.tensor([s.tokens[-1] for s in live], device=self._model.device)
@@ -192,14 +173,6 @@ class Runner:
             drawn.append(draw(logits, part, np.array([s.length for s in rows])))
             start = stop
         return drawn
-
-
-def _end(prefix: Prefix, hidden: Tensor) -> None:
-    # A copy: a view would keep the hidden states of the whole pass alive.
-    prefix.end = hidden.clone()
-    if not prefix.members[0].begun:
-        for job in prefix.jobs:
-            job.end = prefix.end
 
 
 def _tokens(sequences: Items[Sequence], drawn: Items[Drawn]) -> list[Token]:

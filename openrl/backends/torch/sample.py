@@ -1,46 +1,27 @@
-"""The sampler: continuous batching over one frozen base model and many LoRA adapters.
-
-Each `step` is one turn on the device: prefill what is waiting, in bounded parts, or decode one token for every live
-sequence; the two alternate while both have work, and so do short prompts with the parts of a long one. `schedule`
-decides who takes part, `prefix_cache` what need not be computed again, `runner` computes.
-"""
+"""The sampler on PyTorch: `openrl.backends.common.sampler` over a `CausalLM`."""
 
 from __future__ import annotations
 
-import secrets
-from collections.abc import Callable
-from collections.abc import Sequence as Items
 from pathlib import Path
 
-import torch
-
-from openrl.backends.base import SampleJob
-from openrl.backends.torch.adapter_cache import AdapterCache, AdapterLoader
+from openrl.backends.common import sampler
+from openrl.backends.common.adapter_cache import AdapterLoader
+from openrl.backends.common.prefix_cache import reusable
 from openrl.backends.torch.adapter_files import load_adapter
-from openrl.backends.torch.memory import is_out_of_memory
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.packed import pack_head
-from openrl.backends.torch.prefill import Prefix
-from openrl.backends.torch.prefix_cache import PrefixCache, PrefixStats, reusable
-from openrl.backends.torch.runner import Runner, Token
-from openrl.backends.torch.sample_checks import check_payload
-from openrl.backends.torch.schedule import Schedule
-from openrl.backends.torch.sequences import Job, PromptScores, Sequence, row_knobs
-from openrl.backends.torch.stops import Stops
-from openrl.errors import BadRequest, OpenRLError, OutOfMemory
-from openrl.types import RequestId, SampleOutput
+from openrl.backends.torch.runner import Runner
 
 # Prompt tokens that one turn computes: a turn should end soon, so that decoding and training get theirs.
 _PREFILL_TOKENS_CPU = 512
 _PREFILL_TOKENS_GPU = 8192
-_SMALLEST_PART = 64  # prompt tokens a turn, below which running out of memory is final
 
 
-class Sampler:
+class Sampler(sampler.Sampler):
     """Implements `SampleBackend` on a `CausalLM`. `folder` is the model's, for its tokenizer.
 
-    `load` reads adapters (default: PEFT folders); `prefill_tokens` bounds the prompt tokens of one turn;
-    `prefix_cache_tokens` is how many tokens of earlier requests are kept beside those in hand.
+    `load` reads adapters (default: PEFT folders), which are frozen here; `prefill_tokens` bounds the prompt tokens of
+    one turn; `prefix_cache_tokens` is how many tokens of earlier requests are kept beside those in hand.
     """
 
     def __init__(
@@ -55,326 +36,21 @@ class Sampler:
         prefix_cache_tokens: int = 16384,
     ) -> None:
         usual = _PREFILL_TOKENS_CPU if model.device.type == "cpu" else _PREFILL_TOKENS_GPU
-        load = load or (lambda ref: load_adapter(ref.folder, model.shapes, model.device))
+        read = load or (lambda ref: load_adapter(ref.folder, model.shapes, model.device))
         pack_head(model)
-        self._model = model
-        self._max_kv_tokens = max_kv_tokens
-        self._runner = Runner(model, max_rows, max_kv_tokens)
-        self._cache = PrefixCache(prefix_cache_tokens if reusable(model.config) else 0)
-        self._schedule = Schedule(
-            max_rows, prefill_tokens or usual, self._runner.kv.fits, self._stored, _reach_of(model)
+        limits = sampler.Limits(
+            vocab=model.vocab_size,
+            context=model.config.max_position_embeddings,
+            rows=max_rows,
+            kv_tokens=max_kv_tokens,
+            prefill=prefill_tokens or usual,
+            stored=prefix_cache_tokens if reusable(model.config) else 0,
+            reach=_reach_of(model),
         )
-        self._stops = Stops(folder, model.eos_ids)
-        self._adapters = AdapterCache(load, model.dtype)
-        self._queued = 0
-        self._prefilled = False  # whether the last turn was a prefill
-        self._grew = False  # whether the last prefill was a part of a long prompt
-        self._finished: list[tuple[RequestId, SampleOutput | OpenRLError]] = []
-
-    # ---- SampleBackend ----
-
-    @property
-    def busy(self) -> bool:
-        """Whether `step` has work."""
-        return bool(self._finished) or self._schedule.busy
-
-    @property
-    def active(self) -> list[RequestId]:
-        """The request of each sequence that has a row now."""
-        growing = self._schedule.growing
-        return [s.job.request for s in self._schedule.live] + ([growing.job.request] if growing else [])
-
-    @property
-    def waiting(self) -> int:
-        """Sequences that were added and have no row yet."""
-        return len(self._schedule.waiting)
-
-    def add(self, job: SampleJob) -> None:
-        """Queue a job. Raises `BadRequest` if it can never run: illegal values, or more tokens than ever fit."""
-        payload = job.payload
-        check_payload(payload, self._model.vocab_size)
-        self._stops.check(payload.params.stop)
-        prompt: list[int] = payload.prompt.tolist()
-        seed = secrets.randbits(64) if payload.params.seed is None else payload.params.seed  # fresh randomness (S12)
-        entry = Job(
-            source=job,
-            prompt=prompt,
-            limit=self._limit(len(prompt), payload.params.max_tokens),
-            scores=PromptScores.wanted(payload, seed),
-            results=[None] * payload.num_samples,
-        )
-        self._schedule.waiting.extend(self._sequences(entry, seed))
-
-    def cancel(self, request: RequestId) -> None:
-        """Forget a job and free its rows; unknown ones are ignored."""
-        for job in {s.job for s in self._schedule.everyone() if s.job.request == request}:
-            job.ended = True
-            self._schedule.drop(job)
-
-    def step(self) -> list[tuple[RequestId, SampleOutput | OpenRLError]]:
-        """Take one turn; returns the jobs that finished."""
-        with torch.inference_mode():
-            self._turn()
-        if not self._schedule.slots:
-            self._runner.clear()
-            if self._finished:  # work goes on, so that trying more at a time again cannot go in circles
-                self._schedule.relax()
-                self._cache.relax()
-        finished, self._finished = self._finished, []
-        return finished
-
-    def stats(self) -> PrefixStats:
-        """What the prefix cache holds and has been good for."""
-        return self._cache.stats()
-
-    # ---- intake ----
-
-    def _limit(self, prompt: int, max_tokens: int | None) -> int:
-        """Most tokens to draw. Without `max_tokens`: what the context, or the cache if smaller, can hold (S10)."""
-        wanted = max_tokens or 1
-        for limit, name in (
-            (self._model.config.max_position_embeddings, "the model's context"),
-            (self._max_kv_tokens, "the KV cache (max_kv_tokens)"),
-        ):
-            if prompt + wanted > limit:
-                raise BadRequest(
-                    f"{prompt} prompt tokens + {wanted} max_tokens = {prompt + wanted}; {name} holds {limit}.",
-                    "Shorten the prompt or lower max_tokens.",
-                )
-        return max_tokens or min(self._model.config.max_position_embeddings, self._max_kv_tokens) - prompt
-
-    def _sequences(self, job: Job, seed: int) -> list[Sequence]:
-        params = job.source.payload.params
-        first, self._queued = self._queued, self._queued + len(job.results)
-        return [
-            Sequence(job, i, first + i, row_knobs(job.source, seed, i), self._stops.watch(params.stop, job.prompt))
-            for i in range(len(job.results))
-        ]
-
-    # ---- turns ----
-
-    def _turn(self) -> None:
-        schedule = self._schedule
-        self._cache.begin_turn()
-        if not (schedule.live and self._prefilled) and self._prefill_turn():
-            self._prefilled = True
-        elif schedule.live:
-            self._prefilled = False
-            self._shielded(self._decode, ())
-
-    def _prefill_turn(self) -> bool:
-        """Compute one part of what is waiting; False when there is no room for any of it."""
-        schedule = self._schedule
-        growing = schedule.growing
-        if growing is None or self._grew:
-            self._grew = False
-            plan = self._with_adapters(schedule.plan())
-            if plan and not plan[0].long:
-                self._shielded(lambda: self._prefill(plan), plan)
-                return True
-            growing = schedule.growing = plan[0] if plan else growing
-        if growing is None:
-            return False
-        self._grew = True
-        self._shielded(lambda: self._grow(growing), [growing])
-        return True
-
-    def _with_adapters(self, plan: list[Prefix]) -> list[Prefix]:
-        """The prefixes whose adapter is there, those of one side by side; jobs whose adapter cannot be loaded fail."""
-        everyone = [*self._schedule.live, *(p.members[0] for p in plan)]
-        in_use = {s.job.adapter_key for s in everyone}
-        if self._schedule.growing is not None:
-            in_use.add(self._schedule.growing.job.adapter_key)
-        for job in {job for p in plan for job in p.jobs if job.source.adapter is not None}:
-            try:
-                assert job.source.adapter is not None
-                job.adapter = self._adapters.get(job.source.adapter, in_use)
-            except OpenRLError as error:
-                self._fail(job, error)
-        plan = sorted((p for p in plan if not p.job.ended), key=lambda p: p.job.adapter_key)
-        for p in plan:
-            if p.source is None:
-                self._cache.use(p.job.adapter_key, p.tokens, len(p.blocks))
-        return plan
-
-    def _prefill(self, plan: list[Prefix]) -> None:
-        """Compute short prefixes together, or copy them from a live sequence, and draw first tokens."""
-        keepers = [m for p in plan for m in p.keepers]
-        if keepers:
-            self._place(keepers)
-        fresh = [p for p in plan if p.source is None]
-        if fresh:
-            with self._cache.claiming([_worth_storing(p) for p in fresh]) as claims:
-                self._runner.blocks.reserve(self._cache.size, self._cache.limit)
-                self._runner.compute(fresh, claims)
-        for p in plan:
-            if p.source is not None:
-                self._runner.fork(p.source, p.members, len(p.tokens))
-                p.end = p.source.job.end
-                for job in p.jobs:
-                    job.end = p.end
-        self._draw_first(plan)
-
-    def _grow(self, prefix: Prefix) -> None:
-        """Compute the next part of a long prefix; draw the first tokens when it is whole."""
-        schedule = self._schedule
-        if prefix.done == prefix.start:
-            self._place([])
-        self._runner.compute_part(prefix, schedule.part(prefix))
-        if prefix.end is None:
-            return
-        self._store([(prefix.members[0], prefix.tokens)])
-        # Live sequences have grown meanwhile: what no longer fits begins later, as a copy.
-        while len(prefix.keepers) > 1 and not self._fits_with(prefix):
-            late = prefix.keepers[-1]
-            prefix.members.remove(late)
-            schedule.requeue([late])
-        schedule.growing = None
-        self._place(prefix.keepers)
-        self._runner.fork(prefix.members[0], prefix.members, len(prefix.tokens))
-        self._draw_first([prefix])
-
-    def _fits_with(self, prefix: Prefix) -> bool:
-        schedule = self._schedule
-        rows = len(schedule.live) + len(prefix.keepers)
-        return rows <= schedule.rows and self._runner.kv.fits(rows, schedule.longest())
-
-    def _draw_first(self, plan: Items[Prefix]) -> None:
-        members = [m for p in plan for m in p.members]
-        ends = [p.end for p in plan for _ in p.members]
-        self._take(members, self._runner.draw(members, torch.stack([e for e in ends if e is not None])))
-
-    def _decode(self) -> None:
-        schedule = self._schedule
-        surplus = schedule.surplus()
-        if surplus:
-            self._store([(s, s.history()[:-1]) for s in surplus if s.slot >= 0 and s.begun])
-            schedule.requeue(surplus)
-        if self._unplaced() or not self._runner.kv.holds(schedule.slots, schedule.longest()):
-            self._place([])
-        self._take(schedule.live, self._runner.decode(schedule.live))
-
-    def _unplaced(self) -> bool:
-        """Whether live sequences left holes, or stand in an order that is not that of their slots."""
-        return any(s.slot != i for i, s in enumerate(self._schedule.live))
-
-    def _place(self, newcomers: Items[Sequence]) -> None:
-        """Give newcomers and a prompt that begins to grow their slots, and close the holes that others left."""
-        schedule = self._schedule
-        everyone = [*schedule.live, *newcomers]
-        tail = schedule.growing.members[0] if schedule.growing else None
-        length = max(schedule.longest(), max((s.length for s in newcomers), default=0))
-        schedule.live = self._runner.place(everyone, tail, length)
-
-    # ---- what is kept for later requests ----
-
-    def _stored(self, sequence: Sequence, most: int) -> list[int]:
-        return self._cache.find(sequence.job.adapter_key, sequence.history(), most)
-
-    def _store(self, beginnings: Items[tuple[Sequence, list[int]]]) -> None:
-        """Keep what sequences hold in their slots for these tokens, if memory allows."""
-        wanted = [(s.job.adapter_key, tokens) for s, tokens in beginnings]
-        try:
-            with self._cache.claiming(wanted) as claims:
-                if any(claim.blocks for claim in claims):
-                    self._runner.blocks.reserve(self._cache.size, self._cache.limit)
-                    self._runner.keep([(s, claim) for (s, _), claim in zip(beginnings, claims, strict=True)])
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-            self._forget()
-
-    def _forget(self) -> bool:
-        """Give the memory of what is stored back; whether there was any."""
-        self._runner.blocks.clear()
-        return self._cache.give_up()
-
-    # ---- results ----
-
-    def _take(self, sequences: Items[Sequence], tokens: Items[Token]) -> None:
-        """Hand drawn tokens to their sequences; those that are complete free their rows at once."""
-        complete: set[Sequence] = set()
-        for sequence, token in zip(sequences, tokens, strict=True):
-            job = sequence.job
-            if job.ended:
-                continue
-            if not token.sane:
-                self._fail_broken(sequence)
-            elif sequence.push(token.id, token.logprob, token.top):
-                complete.add(sequence)
-                if job.done:
-                    job.ended = True
-                    self._finished.append((job.request, job.output()))
-        held = [s for s in self._schedule.live if s in complete]
-        self._schedule.retire(complete)
-        self._store([(s, s.history()[:-1]) for s in held])
-
-    def _fail_broken(self, sequence: Sequence) -> None:
-        self._fail(
-            sequence.job,
-            BadRequest(
-                f"the model's logits are not finite at token {sequence.length} of sample {sequence.index}.",
-                "The adapter's weights have probably diverged: sample from an earlier checkpoint.",
-            ),
-        )
-
-    def _fail(self, job: Job, error: OpenRLError) -> None:
-        job.ended = True
-        self._finished.append((job.request, error))
-        for sequence in self._schedule.drop(job):
-            self._runner.kv.wipe(sequence.slot)
-
-    # ---- memory ----
-
-    def _shielded(self, action: Callable[[], None], plan: Items[Prefix]) -> None:
-        """Run a turn's work on `plan`; when the device runs out of memory, arrange for less at a time and go on."""
-        try:
-            action()
-            return
-        except RuntimeError as error:
-            if not is_out_of_memory(error):
-                raise
-        # Outside the handler, where the traceback no longer holds the tensors that did not fit.
-        self._relieve(plan)
-
-    def _relieve(self, plan: Items[Prefix]) -> None:
-        """Give up what is stored, then take on less: fewer prompts, fewer rows, shorter parts, in this order; fail what
-        is alone and too much."""
-        schedule = self._schedule
-        members = [m for p in plan for m in p.members if not m.job.ended]
-        lost = not self._runner.intact
-        if lost:
-            members += [*schedule.live, *(schedule.growing.members if schedule.growing else ())]
-            self._runner.clear()
-        schedule.requeue(members)
-        rows = len(schedule.live)
-        if self._forget():
-            pass
-        elif len(plan) > 1:
-            schedule.prefixes = len(plan) // 2
-        elif rows > 1 or (rows and members):
-            schedule.rows = max(1, rows // 2)
-            schedule.send_back(rows - rows // 2)
-        elif plan and schedule.prefill_tokens > _SMALLEST_PART:
-            schedule.prefill_tokens = max(_SMALLEST_PART, schedule.prefill_tokens // 2)
-        elif len(members) > 1:
-            schedule.rows = len(members) // 2
-        elif plan or not lost:  # a cache lost in growing is begun anew at the size now needed, without the old one
-            self._give_up(members or schedule.live)
-        if self._model.device.type == "cuda":
-            torch.cuda.empty_cache()
-
-    def _give_up(self, sequences: Items[Sequence]) -> None:
-        for job in {s.job for s in sequences}:
-            self._fail(job, OutOfMemory(f"the device ran out of memory on this request of {len(job.prompt)} tokens."))
+        runner = Runner(model, max_rows, max_kv_tokens)
+        super().__init__(runner, limits, folder, model.eos_ids, lambda ref: read(ref).freeze(model.dtype))
 
 
 def _reach_of(model: CausalLM) -> float:
     """After how many tokens attending to them costs as much as a token's other sums, whose kernels are faster."""
     return model.parameters / (3 * model.config.hidden_size * model.config.num_hidden_layers)
-
-
-def _worth_storing(prefix: Prefix) -> tuple[str, list[int]]:
-    """The key and tokens to store of a prefix: nothing of one that is only scored, as it will hardly come again."""
-    scored = all(m.last and m.job.scores is not None for m in prefix.members)
-    return prefix.job.adapter_key, [] if scored else prefix.tokens

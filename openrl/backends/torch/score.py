@@ -5,19 +5,16 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import Tensor
 
+from openrl.backends.common import scoring
+from openrl.backends.common.extras import Alternatives, Targets
+from openrl.backends.common.scoring import Span, head_rows
+from openrl.backends.torch.draw import draw_repeatedly
 from openrl.backends.torch.lora import Adapter, Segment
 from openrl.backends.torch.model import CausalLM
-from openrl.backends.torch.sequences import Job, PromptScores
-
-_CELLS = 1 << 24  # float32 logits held at once: 64 MiB
-
-
-def head_rows(vocab: int) -> int:
-    """How many rows of logits may be held at once."""
-    return max(1, _CELLS // vocab)
 
 
 def segments(runs: Iterable[tuple[int, Adapter | None]]) -> tuple[Segment, ...]:
@@ -35,37 +32,6 @@ def segments(runs: Iterable[tuple[int, Adapter | None]]) -> tuple[Segment, ...]:
 
 
 @dataclass(frozen=True, slots=True)
-class Span:
-    """Hidden states [tokens, H] of a job's prompt from position `start`."""
-
-    job: Job
-    start: int
-    hidden: Tensor
-
-    @property
-    def first(self) -> int:
-        """The first of the states, counted from the prompt's start, that tells of a token of which anything is asked:
-        each tells of the token after its own."""
-        return max(self.start, self.scores.begin - 1)
-
-    @property
-    def scored(self) -> int:
-        """How many of them there are; the prompt's last one tells of none."""
-        return max(0, min(self.start + len(self.hidden), len(self.job.prompt) - 1) - self.first)
-
-    @property
-    def wanted(self) -> Tensor:
-        """Those states."""
-        begin = self.first - self.start
-        return self.hidden[begin : begin + self.scored]
-
-    @property
-    def scores(self) -> PromptScores:
-        assert self.job.scores is not None
-        return self.job.scores
-
-
-@dataclass(frozen=True, slots=True)
 class _Scored:
     """Logprobs [M], and the most likely ids and logprobs [M, top]."""
 
@@ -76,25 +42,26 @@ class _Scored:
 
 def score(model: CausalLM, spans: Sequence[Span]) -> None:
     """Fill the scores of the spans' jobs, at temperature 1 (S5). Spans of one adapter are neighbours."""
-    spans = [s for s in spans if s.job.scores is not None and s.scored > 0]
+    spans = scoring.to_score(spans)
     if not spans:
         return
     hidden = torch.cat([s.wanted for s in spans])
-    tokens = [token for s in spans for token in s.job.prompt[s.first + 1 : s.first + 1 + s.scored]]
-    targets = torch.tensor(tokens, device=hidden.device)
+    targets = torch.tensor([token for s in spans for token in s.targets], device=hidden.device)
     parts = segments((s.scored, s.job.adapter) for s in spans)
-    top = max(s.job.source.payload.topk_prompt_logprobs for s in spans)
+    top = scoring.most(spans)
     scored: list[_Scored] = []
-    for i, j in _windows(len(hidden), head_rows(model.vocab_size)):
+    for i, j in scoring.windows(len(hidden), head_rows(model.vocab_size)):
         logits = model.logits(hidden[i:j], _clip(parts, i, j))
         total = logits.logsumexp(-1, keepdim=True)
         scored.append(_score_rows(logits, total, targets[i:j], top))
-        _fill_extras(spans, i, logits, total)
-    _distribute(spans, scored)
-
-
-def _windows(total: int, size: int) -> list[tuple[int, int]]:
-    return [(i, min(i + size, total)) for i in range(0, total, size)]
+        for extra, rows, first in scoring.extras_in(spans, i, j):
+            _fill(extra, first, logits[rows], total[rows])
+    scoring.distribute(
+        spans,
+        torch.cat([s.logprobs for s in scored]).numpy(),
+        torch.cat([s.ids for s in scored]).numpy(),
+        torch.cat([s.values for s in scored]).numpy(),
+    )
 
 
 def _clip(parts: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:
@@ -108,31 +75,14 @@ def _score_rows(logits: Tensor, total: Tensor, targets: Tensor, top: int) -> _Sc
     return _Scored(logprobs[:, 0].cpu(), best.indices.cpu(), (best.values - total).cpu())
 
 
-def _fill_extras(spans: Sequence[Span], start: int, logits: Tensor, total: Tensor) -> None:
-    """Show a window's logits, those from row `start` of all spans together, to whoever asks for more."""
-    at = 0
-    for span in spans:
-        low, high = max(start, at), min(start + len(logits), at + span.scored)
-        if low < high:
-            part = slice(low - start, high - start)
-            for extra in span.scores.extras:
-                extra.fill(span.first + low - at, logits[part], total[part])
-        at += span.scored
-
-
-def _distribute(spans: Sequence[Span], scored: Sequence[_Scored]) -> None:
-    logprobs = torch.cat([s.logprobs for s in scored]).numpy()
-    ids = torch.cat([s.ids for s in scored]).numpy()
-    values = torch.cat([s.values for s in scored]).numpy()
-    at = 0
-    for span in spans:
-        scores, stop = span.scores, at + span.scored
-        first = max(span.first + 1, scores.first)
-        begin, positions = at + first - span.first - 1, slice(first, span.first + 1 + span.scored)
-        if begin < stop:
-            scores.logprobs[positions] = logprobs[begin:stop]
-            if scores.top is not None:
-                width = scores.top.ids.shape[1]
-                scores.top.ids[positions] = ids[begin:stop, :width]
-                scores.top.logprobs[positions] = values[begin:stop, :width]
-        at = stop
+def _fill(extra: Targets | Alternatives, start: int, logits: Tensor, total: Tensor) -> None:
+    """Read off logits [M, V] of a prompt's rows from `start` on, and their log-sums [M, 1], what is asked beside."""
+    stop = start + len(logits)
+    if isinstance(extra, Targets):
+        asked = extra.asked(start, stop)
+        rows, ids = (torch.from_numpy(np.asarray(x)).to(logits.device) for x in (asked.rows, asked.ids))
+        extra.put(asked, (logits[rows, ids] - total[rows, 0]).cpu().numpy())
+        return
+    u = torch.from_numpy(extra.uniforms(start, stop)).to(logits.device)
+    drawn = draw_repeatedly(logits, extra.temperature, u)
+    extra.put(start, drawn.cpu().numpy(), (logits.gather(-1, drawn) - total).cpu().numpy())

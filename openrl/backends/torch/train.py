@@ -5,27 +5,26 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping
 from pathlib import Path
 
-import numpy as np
 import torch
 from torch import Tensor
 
 from openrl.backends.base import TrainItem
+from openrl.backends.common.run_files import check_match, optimizer_tensors, read_moments
+from openrl.backends.common.work import Outcome, Work
 from openrl.backends.torch.adapter_files import to_adapter, to_numpy
 from openrl.backends.torch.custom_loss import loss_of
-from openrl.backends.torch.lora import fresh_adapter, layer_names
+from openrl.backends.torch.lora import fresh_adapter
 from openrl.backends.torch.model import CausalLM
-from openrl.backends.torch.passes import Outcome, PassRunner, Work
+from openrl.backends.torch.passes import PassRunner
 from openrl.backends.torch.trainable import Trainable
 from openrl.checkpoints.peft import (
     GRADIENTS_FILE,
     OPTIMIZER_FILE,
-    AdapterFolder,
     read_adapter,
-    read_tensors,
     write_adapter,
     write_tensors,
 )
-from openrl.errors import BackendFault, BadRequest
+from openrl.errors import BackendFault
 from openrl.types import AdamParams, Array, LoraSpec, OptimOutput, RequestId, RunId
 
 
@@ -44,6 +43,10 @@ class Trainer:
     def create(self, run: RunId, spec: LoraSpec) -> None:
         """Make a fresh adapter, in place of the run's old one if there is one."""
         self._runs[run] = Trainable(fresh_adapter(spec, self._model.shapes, self._model.device))
+
+    def holds(self, run: RunId) -> bool:
+        """Whether a run is here."""
+        return run in self._runs
 
     def drop(self, run: RunId) -> None:
         """Forget a run."""
@@ -70,7 +73,8 @@ class Trainer:
         """See `TrainBackend.load`. All is read and checked before anything changes (C3)."""
         folder = read_adapter(source)
         loaded = Trainable(to_adapter(folder, self._model.shapes, self._model.device))
-        self._check_match(folder, self._runs.get(run))
+        held = self._runs.get(run)
+        check_match(folder, folder.spec if held is None else held.adapter.spec, self._model.shapes)
         if optimizer:
             _restore(loaded, source)
         self._runs[run] = loaded
@@ -91,56 +95,21 @@ class Trainer:
             raise BackendFault(f"run {run!r} is not on this device.")
         return self._runs[run]
 
-    def _check_match(self, folder: AdapterFolder, held: Trainable | None) -> None:
-        """A checkpoint fits a run of the same rank and layers; a new run takes both from the checkpoint."""
-        spec = folder.spec if held is None else held.adapter.spec
-        if folder.spec.rank != spec.rank:
-            raise BadRequest(f"the checkpoint has LoRA rank {folder.spec.rank}; the run has rank {spec.rank}.")
-        wanted = layer_names(spec, self._model.shapes)
-        if set(folder.layers) != set(wanted):
-            raise BadRequest(
-                f"the checkpoint adapts {_describe(folder.layers)}; the run adapts {_describe(wanted)}.",
-                "Create the run with the checkpoint's train_attn, train_mlp and train_unembed.",
-            )
-
-
-def _describe(layers: list[str]) -> str:
-    leaves = sorted({name.rpartition(".")[2] for name in layers})
-    return f"{len(layers)} layers ({', '.join(leaves)})"
-
 
 def _optimizer_tensors(held: Trainable) -> dict[str, Array]:
     """m, v and t (O11); moments that are still zero are written as zeros."""
-    tensors: dict[str, Array] = {"t": np.array(held.t, dtype=np.int64)}
-    for prefix, flat in (("m", held.m), ("v", held.v)):
-        views = held.views(flat if flat is not None else torch.zeros_like(held.theta))
-        tensors |= {f"{prefix}.{name}": array for name, array in to_numpy(views).items()}
-    return tensors
+    m, v = (held.views(flat if flat is not None else torch.zeros_like(held.theta)) for flat in (held.m, held.v))
+    return optimizer_tensors(to_numpy(m), to_numpy(v), held.t)
 
 
 def _restore(loaded: Trainable, source: Path) -> None:
     """Give a loaded run the folder's m, v and t, and its accumulator if the folder has one."""
-    if not (source / OPTIMIZER_FILE).exists():
-        raise BadRequest(
-            "the checkpoint has no optimizer state.", "Load its weights only, or use one made by save_state."
-        )
-    tensors = read_tensors(source / OPTIMIZER_FILE)
-    names = loaded.views(loaded.theta)
-    m, v = (_matching(tensors, f"{prefix}.", names, OPTIMIZER_FILE) for prefix in ("m", "v"))
-    if "t" not in tensors:
-        raise BadRequest(f"{OPTIMIZER_FILE} lacks the step count 't'.")
-    loaded.restore(m, v, int(tensors["t"]))
-    if (source / GRADIENTS_FILE).exists():
-        loaded.accumulate(_matching(read_tensors(source / GRADIENTS_FILE), "", names, GRADIENTS_FILE))
+    views = loaded.views(loaded.theta)
+    moments = read_moments(source, {name: tuple(view.shape) for name, view in views.items()})
 
+    def tensors(arrays: Mapping[str, Array]) -> dict[str, Tensor]:
+        return {name: torch.tensor(array, device=loaded.theta.device) for name, array in arrays.items()}
 
-def _matching(tensors: Mapping[str, Array], prefix: str, like: Mapping[str, Tensor], file: str) -> dict[str, Tensor]:
-    """The tensors `prefix`+name for each name in `like`. Raises `BadRequest` for one that is missing or misshapen."""
-    found: dict[str, Tensor] = {}
-    for name, view in like.items():
-        array = tensors.get(f"{prefix}{name}")
-        if array is None or array.shape != tuple(view.shape):
-            shape = "nothing" if array is None else array.shape
-            raise BadRequest(f"{file} holds {shape} for {prefix}{name}; the adapter needs {tuple(view.shape)}.")
-        found[name] = torch.tensor(array, device=view.device)
-    return found
+    loaded.restore(tensors(moments.m), tensors(moments.v), moments.t)
+    if moments.gradients is not None:
+        loaded.accumulate(tensors(moments.gradients))

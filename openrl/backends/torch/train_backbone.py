@@ -12,10 +12,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from openrl.backends.common.lora import segments_of
 from openrl.backends.torch.activations import Activation
 from openrl.backends.torch.grids import arrange
 from openrl.backends.torch.joint import Casts, Joint
-from openrl.backends.torch.lora import Adapter, LoraLinear, segments_of
+from openrl.backends.torch.lora import Adapter, LoraLinear
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.norms import Norm
 from openrl.backends.torch.rope import Rope

@@ -1,7 +1,7 @@
-"""What a training run keeps on the device: its adapter, the gradient accumulator and Adam's moments.
+"""What a training run keeps on the device: its weights, the gradient accumulator and Adam's moments.
 
-Each is one flat float32 buffer, with the adapter's tensors as views into it, so that a step is a handful of
-operations whatever the number of layers.
+Each is one flat float32 buffer, with the named tensors as views into it, so that a step is a handful of operations
+whatever the number of layers.
 """
 
 from __future__ import annotations
@@ -18,19 +18,15 @@ from openrl.errors import BadRequest
 from openrl.types import AdamParams, OptimOutput
 
 
-class Trainable:
-    """One run's state (training-semantics 2 and 3.4). `gradient`, `m` and `v` are None while they are zero."""
+class State:
+    """One run's state (training-semantics 2 and 3.4). `gradient`, `m` and `v` are None while they are zero.
 
-    def __init__(self, adapter: Adapter) -> None:
-        named = dict(adapter.parameters())
-        self._shapes = {name: tensor.shape for name, tensor in named.items()}
-        self.theta = torch.cat([tensor.detach().reshape(-1) for tensor in named.values()])
-        leaves = {name: view.requires_grad_() for name, view in self.views(self.theta).items()}
-        self.adapter = Adapter(
-            adapter.spec,
-            {name: leaves[f"{name}.lora_A"] for name in adapter.a},
-            {name: leaves[f"{name}.lora_B"] for name in adapter.b},
-        )
+    `theta` float32 [P] holds the tensors of `shapes` end to end.
+    """
+
+    def __init__(self, theta: Tensor, shapes: Mapping[str, torch.Size]) -> None:
+        self._shapes = dict(shapes)
+        self.theta = theta
         self.gradient: Tensor | None = None
         self.m: Tensor | None = None
         self.v: Tensor | None = None
@@ -38,7 +34,7 @@ class Trainable:
         self._spare: Tensor | None = None  # the accumulator's memory between steps
 
     def views(self, flat: Tensor) -> dict[str, Tensor]:
-        """The parts of a flat buffer by parameter name, `<layer>.lora_A` and `<layer>.lora_B`."""
+        """The parts of a flat buffer by parameter name."""
         parts = flat.split([shape.numel() for shape in self._shapes.values()])
         return {name: part.view(shape) for (name, shape), part in zip(self._shapes.items(), parts, strict=True)}
 
@@ -52,6 +48,14 @@ class Trainable:
         for name, part in gradients.items():
             views[name].add_(part)
 
+    def joined(self, total: Tensor | None, gradients: Mapping[str, Tensor]) -> Tensor:
+        """A flat gradient, `total` changed in place or a new one, to which gradients by parameter name were added."""
+        total = self.fresh() if total is None else total
+        views = self.views(total)
+        for name, part in gradients.items():
+            views[name].add_(part)
+        return total
+
     def fresh(self) -> Tensor:
         """A flat gradient of zeros, for `views` and later `give`."""
         return self._zeros()
@@ -63,6 +67,10 @@ class Trainable:
         else:
             self.gradient.add_(gradient)
             self._spare = gradient
+
+    def take_back(self, gradient: Tensor) -> None:
+        """A flat gradient that is not wanted after all: its memory serves the next one."""
+        self._spare = gradient
 
     def step(self, adam: AdamParams) -> OptimOutput:
         """One AdamW step, after which G = 0; a G that is zero already counts as such (G9).
@@ -77,6 +85,11 @@ class Trainable:
             )
         self.t += 1
         return OptimOutput({"grad_norm:mean": norm, "lr:mean": adam.learning_rate, "update_skipped:sum": 0.0})
+
+    def reset(self) -> None:
+        """G, m, v and t become zero; theta stays."""
+        self.gradient = self.m = self.v = None
+        self.t = 0
 
     def restore(self, m: Mapping[str, Tensor], v: Mapping[str, Tensor], t: int) -> None:
         """Take Adam's state from tensors by parameter name, of the parameters' shapes."""
@@ -104,3 +117,18 @@ class Trainable:
     def _zeros(self) -> Tensor:
         spare, self._spare = self._spare, None
         return spare.zero_() if spare is not None else torch.zeros_like(self.theta)
+
+
+class Trainable(State):
+    """The state of a run whose parameters are an adapter's, `<layer>.lora_A` and `<layer>.lora_B`."""
+
+    def __init__(self, adapter: Adapter) -> None:
+        named = dict(adapter.parameters())
+        theta = torch.cat([tensor.detach().reshape(-1) for tensor in named.values()])
+        super().__init__(theta, {name: tensor.shape for name, tensor in named.items()})
+        leaves = {name: view.requires_grad_() for name, view in self.views(self.theta).items()}
+        self.adapter = Adapter(
+            adapter.spec,
+            {name: leaves[f"{name}.lora_A"] for name in adapter.a},
+            {name: leaves[f"{name}.lora_B"] for name in adapter.b},
+        )

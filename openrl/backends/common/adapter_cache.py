@@ -4,30 +4,28 @@ from __future__ import annotations
 
 from collections import OrderedDict
 from collections.abc import Callable, Set
+from typing import Any
 
-import torch
-
-from openrl.backends.torch.lora import Adapter
 from openrl.types import AdapterRef
 
 _LIMIT = 16
 
-AdapterLoader = Callable[[AdapterRef], Adapter]
+# Reads an adapter into the engine's own form, ready for sampling. Raises `OpenRLError` if it cannot be loaded.
+AdapterLoader = Callable[[AdapterRef], Any]
 
 
 class AdapterCache:
     """Keeps up to `limit` adapters, more only while more are in use at once. Keys are never reused (AdapterRef)."""
 
-    def __init__(self, load: AdapterLoader, dtype: torch.dtype, limit: int = _LIMIT) -> None:
+    def __init__(self, load: AdapterLoader, limit: int = _LIMIT) -> None:
         self._load = load
-        self._dtype = dtype
         self._limit = limit
-        self._held: OrderedDict[str, Adapter] = OrderedDict()
+        self._held: OrderedDict[str, Any] = OrderedDict()
 
-    def get(self, ref: AdapterRef, in_use: Set[str]) -> Adapter:
-        """The adapter in the compute dtype; `in_use` are keys to keep. Raises `OpenRLError` if it cannot be loaded."""
+    def get(self, ref: AdapterRef, in_use: Set[str]) -> Any:
+        """The engine's adapter; `in_use` are keys to keep. Raises `OpenRLError` if it cannot be loaded."""
         if ref.key not in self._held:
-            self._held[ref.key] = self._load(ref).freeze(self._dtype)
+            self._held[ref.key] = self._load(ref)
         self._held.move_to_end(ref.key)
         self._trim(in_use | {ref.key})
         return self._held[ref.key]

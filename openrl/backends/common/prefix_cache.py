@@ -2,7 +2,7 @@
 
 A tree in which each step spells `BLOCK` tokens and names a block of keys and values. The first step also spells the
 adapter's key, which stands for one immutable checkpoint and is never reused, so that new weights never meet what old
-ones computed. Pure bookkeeping: the tensors are `openrl.backends.torch.kv_blocks.Blocks`.
+ones computed. Pure bookkeeping: the tensors are each engine's `Blocks`.
 """
 
 from __future__ import annotations

@@ -14,8 +14,8 @@ from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
 from itertools import islice
 
-from openrl.backends.torch.prefill import Prefix, choose, part
-from openrl.backends.torch.sequences import Job, Sequence
+from openrl.backends.common.prefill import Prefix, choose, part
+from openrl.backends.common.sequences import Job, Sequence
 
 _MANY = 1 << 30
 _HEADROOM = 64  # tokens a newcomer must have room for beside those it brings

@@ -8,11 +8,10 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any
 
-from torch import Tensor
-
-from openrl.backends.torch.prefix_cache import BLOCK
-from openrl.backends.torch.sequences import Job, Sequence
+from openrl.backends.common.prefix_cache import BLOCK
+from openrl.backends.common.sequences import Job, Sequence
 
 _STORED_PER_TOKEN = 32  # stored tokens that are read in the time in which one is computed
 _PASS = 64  # tokens that could be computed in the time which a pass takes beside its tokens
@@ -33,7 +32,7 @@ class Prefix:
     blocks: list[int] = field(default_factory=list[int])  # of the stored beginning, which is not computed again
     long: bool = False  # too much for one turn: computed in parts, in the slot of the first member
     done: int = 0  # tokens that are there so far, stored or computed
-    end: Tensor | None = None  # hidden state [H] of the last token, once computed
+    end: Any = None  # the engine's own: hidden state [H] of the last token, once computed
 
     @property
     def job(self) -> Job:

@@ -34,6 +34,29 @@ def cut(
     return batches
 
 
+def cut_padded(
+    rows: Iterable[T], length: Callable[[T], int], group: Callable[[T], Hashable], max_tokens: int
+) -> list[list[T]]:
+    """As `cut`, where rows are padded to the longest of their micro-batch: what counts is rows times that.
+
+    A row that would be mostly padding begins a micro-batch of its own.
+    """
+    groups: dict[Hashable, list[T]] = {}
+    for row in sorted(rows, key=length, reverse=True):
+        groups.setdefault(group(row), []).append(row)
+    batches: list[list[T]] = []
+    shortest = longest = 0
+    for row in (row for members in groups.values() for row in members):
+        tokens = length(row)
+        low, high = min(shortest, tokens), max(longest, tokens)
+        if not batches or (len(batches[-1]) + 1) * high > max_tokens or 2 * low < high:
+            batches.append([])
+            low = high = tokens
+        batches[-1].append(row)
+        shortest, longest = low, high
+    return batches
+
+
 def halves(rows: Sequence[T]) -> list[list[T]]:
     """Two micro-batches instead of one that was too large."""
     middle = (len(rows) + 1) // 2

@@ -4,15 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Items
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
-from torch import Tensor
 
 from openrl.backends.base import SampleJob
-from openrl.backends.torch.draw import RowKnobs
-from openrl.backends.torch.extras import Alternatives, Targets
-from openrl.backends.torch.lora import Adapter
-from openrl.backends.torch.stops import StopWatch
+from openrl.backends.common.extras import Alternatives, Targets
+from openrl.backends.common.stops import StopWatch
+from openrl.backends.common.uniforms import RowKnobs
 from openrl.types import RequestId, SampledSequence, SampleOutput, SamplePayload, TopK
 
 _EMPTY_LOGPROB = -99999.0  # of the cells at prompt positions that are not scored, such as 0 (S7)
@@ -70,8 +69,8 @@ class Job:
     prompt: list[int]
     limit: int  # most tokens a sequence may draw
     scores: PromptScores | None  # None: not asked for
-    adapter: Adapter | None = None  # set on admission
-    end: Tensor | None = None  # hidden state [H] of the last prompt token, once computed: later samples start from it
+    adapter: Any = None  # the engine's own, set on admission; None: the base model
+    end: Any = None  # hidden state [H] of the last prompt token, once computed: later samples start from it
     results: list[SampledSequence | None] = field(default_factory=list["SampledSequence | None"])
     ended: bool = False  # answered, or forgotten
     origin: tuple[str, bytes] = field(init=False)  # equal for jobs whose samples start from the same keys and values
