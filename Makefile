@@ -66,7 +66,7 @@ test-recipes: $(VENV)/.dev
 # A start of vLLM takes half a minute on two cores, the whole about ten minutes.
 test-vllm: $(VENV)/.dev $(VLLM_PYTHON)
 	$(BIN)/openrl models pull $(MODEL)
-	E2E_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm tests/vllm $(ARGS)
+	E2E_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest -m vllm tests/vllm tests/contract/test_suite.py $(ARGS)
 	E2E_VLLM_PYTHON=$(VLLM_PYTHON) $(BIN)/python -m pytest tests/e2e/test_learning.py $(ARGS)
 
 compat: $(VENV)/.dev

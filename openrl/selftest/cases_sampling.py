@@ -40,18 +40,18 @@ def top_p(s: Subject) -> Figures:
     """S2, S13: the smallest prefix with that mass, the token that crosses it too; logprobs are those before the cut."""
     heat = 1.3
     table = _log_softmax(s.expected.following("b") / heat)
-    order = np.argsort(-table)
-    mass = np.exp(table[order]).cumsum()
-    last = int(np.searchsorted(mass, 0.6))
-    cut = float(mass[last] - 0.5 * np.exp(table[order[last]]))  # in the middle of the last token's mass
-    yield from _truncated(s, table, order[: last + 1], temperature=heat, top_p=cut)
+    kept = _clearly_likeliest(table)
+    mass = np.exp(table[kept])
+    cut = float(mass.sum() - 0.5 * mass[-1])  # in the middle of the last token's mass
+    yield from _truncated(s, table, kept, temperature=heat, top_p=cut)
 
 
 def top_k(s: Subject) -> Figures:
     """S2, S13: no token but the k likeliest; logprobs are those before the cut."""
     heat = 1.3
     table = _log_softmax(s.expected.following("b") / heat)
-    yield from _truncated(s, table, np.argsort(-table)[:3], temperature=heat, top_k=3)
+    kept = _clearly_likeliest(table)
+    yield from _truncated(s, table, kept, temperature=heat, top_k=len(kept))
 
 
 def seeds(s: Subject) -> Figures:
@@ -116,6 +116,12 @@ def cancelling(s: Subject) -> Figures:
     for _ in range(5):
         yield holds("nothing comes later", not s.backend.sample.step())
     yield holds("nothing is left to do", not s.backend.sample.busy)
+
+
+def _clearly_likeliest(table: Array) -> Array:
+    """The two, three or four likeliest tokens, whichever are farthest ahead of the next: no rounding swaps them."""
+    order = np.argsort(-table)[:5]
+    return order[: 2 + int(np.argmax(table[order[1:4]] - table[order[2:5]]))]
 
 
 def _truncated(s: Subject, table: Array, kept: Array, **params: object) -> Figures:

@@ -76,7 +76,7 @@ TOLERANCES: Mapping[str, Tolerance] = MappingProxyType(
         ),
         "bfloat16": Tolerance(
             logprob=0.2,
-            mean=3e-2,
+            mean=6e-2,
             loss=3e-2,
             gradient=0.1,
             steps=5e-2,

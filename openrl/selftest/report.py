@@ -104,6 +104,8 @@ def machine() -> dict[str, str]:
 def markdown(report: Report) -> str:
     """The report as one pastes it: verdict, machine, table, and what is to be said about its cells."""
     counts = ", ".join(f"{report.count(state)} {state}" for state in State)
+    closed = [result.family for result in report.families.values() if result.refusal]
+    counts += f"; families refused: {', '.join(closed)}" if closed else ""
     lines = [f"### openrl doctor --self-test, backend {report.backend}: {counts}", ""]
     lines += [f"- {name}: {value}" for name, value in {**machine(), **_device(report)}.items()]
     lines += ["", *table(["", *report.families], report.rows())]

@@ -25,6 +25,11 @@ def _name(*parts: object) -> str:
     return "-".join(str(getattr(part, "name", part)).replace(" ", "_") for part in parts)
 
 
+def _marks(variant: Variant, family: str) -> list[pytest.MarkDecorator]:
+    slow = [pytest.mark.slow] if (variant.name, family) in SLOW else []
+    return [pytest.mark.vllm] if variant.vllm else slow
+
+
 # What backends refuse. Everything else must be right.
 REFUSED_FAMILIES = {"cpu": {"qwen3_moe"}, "cuda": {"qwen3_moe"}, "mps": {"qwen3_moe"}}
 REFUSED_CASES = {"cpu": set[str](), "cuda": set[str](), "mps": {"custom_loss", "full_tuning"}}
@@ -32,13 +37,14 @@ REFUSED_CASES = {"cpu": set[str](), "cuda": set[str](), "mps": {"custom_loss", "
 AVAILABLE = [variant for variant in VARIANTS if variant.available]
 # Tried by `pytest -m slow` and `make backends` alone: what other columns and families have, too.
 SLOW = {("cpu bfloat16", "qwen3"), ("cpu bfloat16", "gemma2"), ("mps float32", "qwen3")}
+SLOW |= {("mps bfloat16", family) for family in models.FAMILIES}
 TAKEN = [
     pytest.param(
         variant,
         family,
         case,
         id=_name(variant, family, case),
-        marks=[pytest.mark.slow] if (variant.name, family) in SLOW else [],
+        marks=_marks(variant, family),
     )
     for variant in AVAILABLE
     for family in models.FAMILIES

@@ -57,6 +57,7 @@ VARIANTS = (
     Variant("cpu float32", "cpu", "float32"),
     Variant("cpu bfloat16", "cpu", "bfloat16"),
     Variant("mps float32", "mps", "float32", "mlx_lm"),
+    Variant("mps bfloat16", "mps", "bfloat16", "mlx_lm"),
     Variant("cuda bfloat16", "cuda", "bfloat16"),
     Variant("cuda float32", "cuda", "float32"),
     Variant("cpu float32, vLLM", "cpu", "float32", vllm=True),

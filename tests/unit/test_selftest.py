@@ -167,7 +167,9 @@ def _report() -> Report:
 
 def test_markdown_has_verdict_machine_table_and_reasons() -> None:
     text = markdown(_report())
-    assert text.startswith("### openrl doctor --self-test, backend mps: 1 ok, 1 failed, 2 refused\n")
+    assert text.startswith(
+        "### openrl doctor --self-test, backend mps: 1 ok, 1 failed, 2 refused; families refused: qwen3_moe\n"
+    )
     assert "- device: gpu | M9 (mlx), bfloat16, 4 threads" in text
     assert "- packages: numpy " in text
     assert "|  | llama | qwen3 | qwen3_moe |\n| --- | --- | --- | --- |\n| about one | ok | failed | – |" in text
