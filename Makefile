@@ -49,7 +49,7 @@ demo: $(VENV)/.demo
 
 test: lint
 	$(BIN)/openrl models pull $(MODEL)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 tests/unit tests/contract $(ARGS)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n 2 --dist loadfile tests/unit tests/contract $(ARGS)
 	$(BIN)/python -m pytest --ignore=tests/unit --ignore=tests/contract $(ARGS)
 
 test-sdks: $(VENV)/.dev $(SDKS:%=$(VENV)/sdks/%/.made)

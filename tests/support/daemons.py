@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import json
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from pathlib import Path
 from typing import Any
 
@@ -187,3 +188,21 @@ def expected_weight(*gradients: int) -> int:
     for gradient in gradients:
         weight = weight * 2 + gradient
     return weight
+
+
+def scenario(test: Callable[[Harness], Awaitable[None]], seconds: float = 30) -> Callable[[Path], None]:
+    """Run an async test over a fresh daemon, and stop the daemon whatever happens."""
+
+    def run(tmp_path: Path) -> None:
+        async def main() -> None:
+            harness = await Harness(tmp_path).start()
+            try:
+                await asyncio.wait_for(test(harness), seconds)
+            finally:
+                await harness.daemon.stop()
+
+        asyncio.run(main())
+
+    run.__name__ = test.__name__
+    run.__doc__ = test.__doc__
+    return run

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import json
-from collections.abc import Awaitable, Callable
-from pathlib import Path
 
 import pytest
 
@@ -13,26 +11,8 @@ from openrl.daemon.work import NewRun, NewSession, Pending, Raw
 from openrl.errors import BadRequest, Busy, Gone, NotFound, NotReady
 from openrl.types import Op, RequestId, RunId, SamplerId
 from openrl.workers import messages
-from support.daemons import BASE, Harness, expected_weight
+from support.daemons import BASE, Harness, expected_weight, scenario
 from support.scalar_worker import BAD, POISON
-
-
-def scenario(test: Callable[[Harness], Awaitable[None]]) -> Callable[[Path], None]:
-    """Run an async test over a fresh daemon, and stop the daemon whatever happens."""
-
-    def run(tmp_path: Path) -> None:
-        async def main() -> None:
-            harness = await Harness(tmp_path).start()
-            try:
-                await asyncio.wait_for(test(harness), 30)
-            finally:
-                await harness.daemon.stop()
-
-        asyncio.run(main())
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
 
 
 @scenario

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import json
 import time
-from collections.abc import Awaitable, Callable
+from functools import partial
 from pathlib import Path
 
 import pytest
@@ -20,25 +20,10 @@ from openrl.types import CheckpointKind, FullSpec, LoraSpec, Op, RunId, SessionI
 from openrl.wire import replies
 from openrl.workers import messages
 from openrl.workers.messages import WorkerOp
+from support import daemons
 from support.daemons import BASE, Harness, expected_weight
 
-
-def scenario(test: Callable[[Harness], Awaitable[None]]) -> Callable[[Path], None]:
-    """Run an async test over a fresh daemon, and stop the daemon whatever happens."""
-
-    def run(tmp_path: Path) -> None:
-        async def main() -> None:
-            harness = await Harness(tmp_path).start()
-            try:
-                await asyncio.wait_for(test(harness), 60)
-            finally:
-                await harness.daemon.stop()
-
-        asyncio.run(main())
-
-    run.__name__ = test.__name__
-    run.__doc__ = test.__doc__
-    return run
+scenario = partial(daemons.scenario, seconds=60)
 
 
 async def create(h: Harness, session: SessionId, number: int, **changes: object) -> Finished:

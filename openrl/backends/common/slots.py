@@ -6,33 +6,58 @@ plain slices.
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence as Items
-from typing import Protocol
 
 from openrl.backends.common.sequences import Sequence, arrange
 
 LENGTH_BLOCK = 64  # columns are added in multiples of this
 
 
-class Movable(Protocol):
-    """A rectangle of slots * columns that can be made larger and smaller, and whose slots can be copied."""
+class Rectangle(ABC):
+    """A cache of slots * columns that is made larger and smaller with use, and whose slots can be copied.
 
-    slots: int
-    length: int
+    Holds at most `max_tokens` = slots * length, whatever part of the rectangle is in use: that is what memory pays for.
+    """
 
-    def holds(self, slots: int, length: int) -> bool: ...
+    def __init__(self, max_slots: int, max_tokens: int) -> None:
+        self._max_slots = max_slots
+        self._max_tokens = max_tokens
+        self.slots = 0
+        self.length = 0
+
+    def fits(self, slots: int, length: int) -> bool:
+        """Whether `slots` sequences of `length` tokens can be held at all."""
+        return slots * length <= self._max_tokens
+
+    def holds(self, slots: int, length: int) -> bool:
+        """Whether there is room for that now, without `reserve`."""
+        return slots <= self.slots and length <= self.length
 
     def reserve(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
-        """Make room for `slots` * `length`, keeping what the first `used_slots` hold in `used_length` columns."""
-        ...
+        """Make room for `slots` * `length`, keeping what the first `used_slots` hold in `used_length` columns.
+
+        The caller has checked `fits`. Grows to a power of two and a block, or as far as `max_tokens` lets it.
+        """
+        if not self.holds(slots, length):
+            self._resize(*self._rounded(slots, length), used_slots, used_length)
 
     def shrink(self, slots: int, length: int) -> None:
         """Give memory back when only a small part is still used: the first `slots`, up to `length`."""
-        ...
+        if mostly_unused(slots, length, self.slots, self.length):
+            self._resize(*self._rounded(slots, length), slots, length)
 
+    def _rounded(self, slots: int, length: int) -> tuple[int, int]:
+        limits = {"max_slots": self._max_slots, "max_tokens": self._max_tokens}
+        return grown(slots, length, held_length=self.length, **limits)
+
+    @abstractmethod
     def copy(self, moves: Items[tuple[int, int]], length: int) -> None:
         """Copy the first `length` columns of slots to others, (from, to), as if all at once: a slot may be both."""
-        ...
+
+    @abstractmethod
+    def _resize(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
+        """Make the rectangle `slots` * `length`, keeping `used_length` columns of the first `used_slots`."""
 
 
 def grown(slots: int, length: int, *, max_slots: int, max_tokens: int, held_length: int) -> tuple[int, int]:
@@ -52,7 +77,7 @@ def mostly_unused(slots: int, length: int, held_slots: int, held_length: int) ->
     return 8 * slots * length <= held_slots * held_length > 8 * LENGTH_BLOCK
 
 
-def place(kv: Movable, sequences: Items[Sequence], tail: Sequence | None, length: int) -> list[Sequence]:
+def place(kv: Rectangle, sequences: Items[Sequence], tail: Sequence | None, length: int) -> list[Sequence]:
     """See `Engine.place`."""
     everyone = [*sequences, tail] if tail else sequences
     held = [s for s in sequences if s.slot >= 0]
@@ -66,7 +91,9 @@ def place(kv: Movable, sequences: Items[Sequence], tail: Sequence | None, length
     return order
 
 
-def _move(kv: Movable, sequences: Items[Sequence], tail: Sequence | None, used: int, *, closed: bool) -> list[Sequence]:
+def _move(
+    kv: Rectangle, sequences: Items[Sequence], tail: Sequence | None, used: int, *, closed: bool
+) -> list[Sequence]:
     """`closed`: `tail` stands next to the others. Else it stays anywhere behind them, and if it has to move, then to
     the very end, so that it need not move again with each that joins."""
     order, moves = arrange(sequences)

@@ -16,7 +16,7 @@ import numpy as np
 from openrl.backends.base import TrainItem
 from openrl.errors import BadRequest, OpenRLError
 from openrl.losses import Loss
-from openrl.types import Array, Datum, FloatArray, RequestId, TrainOutput
+from openrl.types import AdamParams, Array, Datum, FloatArray, OptimOutput, RequestId, TrainOutput
 
 Outcome = TrainOutput | OpenRLError
 # The loss of one datum, from its logprobs (of the targets' shape) and its inputs. A `BadRequest` fails the request.
@@ -33,6 +33,17 @@ class Accumulator(Protocol):
     def give(self, gradient: Any) -> None:
         """G += what `joined` made, whose memory becomes the run's own."""
         ...
+
+
+def stepped(norm: float, adam: AdamParams) -> OptimOutput:
+    """What a step answers whose gradient had this norm. Raises `BadRequest` where it was not finite and thus no step
+    was taken (O8)."""
+    if not math.isfinite(norm):
+        raise BadRequest(
+            f"the accumulated gradient is not finite (norm {norm}); it was dropped and the step not taken.",
+            "Look for extreme weights, advantages or probability ratios.",
+        )
+    return OptimOutput({"grad_norm:mean": norm, "lr:mean": adam.learning_rate, "update_skipped:sum": 0.0})
 
 
 T = TypeVar("T", bound=Accumulator)

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 import mlx.core as mx
 
 from openrl.backends.common.prefix_cache import BLOCK, Claim
-from openrl.backends.common.slots import grown, mostly_unused, spans
+from openrl.backends.common.slots import Rectangle, spans
 
 _FIRST_BLOCKS = 64
 
@@ -43,28 +43,14 @@ class KVShape:
         return keys, values
 
 
-class KVCache:
-    """Keys and values [slots, heads, length, size] of every layer, growing and shrinking with use.
-
-    Holds at most `max_tokens` = slots * length, whatever part of the rectangle is in use: that is what memory pays for.
-    """
+class KVCache(Rectangle):
+    """Keys and values [slots, heads, length, size] of every layer, growing and shrinking with use."""
 
     def __init__(self, shape: KVShape, max_slots: int, max_tokens: int) -> None:
+        super().__init__(max_slots, max_tokens)
         self._shape = shape
-        self._max_slots = max_slots
-        self._max_tokens = max_tokens
-        self.slots = 0
-        self.length = 0
         self.keys: list[mx.array] = []
         self.values: list[mx.array] = []
-
-    def fits(self, slots: int, length: int) -> bool:
-        """Whether `slots` sequences of `length` tokens can be held at all."""
-        return slots * length <= self._max_tokens
-
-    def holds(self, slots: int, length: int) -> bool:
-        """Whether there is room for that now, without `reserve`."""
-        return slots <= self.slots and length <= self.length
 
     def clear(self) -> None:
         """Give all memory back."""
@@ -73,23 +59,6 @@ class KVCache:
     def evaluate(self) -> None:
         """Compute what updates are pending."""
         mx.eval(self.keys, self.values)
-
-    def reserve(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
-        """Make room for `slots` * `length`, keeping what the first `used_slots` hold in `used_length` columns.
-
-        The caller has checked `fits`.
-        """
-        if not self.holds(slots, length):
-            self._resize(*self._rounded(slots, length), used_slots, used_length)
-
-    def shrink(self, slots: int, length: int) -> None:
-        """Give memory back when only a small part is still used: the first `slots`, up to `length`."""
-        if mostly_unused(slots, length, self.slots, self.length):
-            self._resize(*self._rounded(slots, length), slots, length)
-
-    def _rounded(self, slots: int, length: int) -> tuple[int, int]:
-        limits = {"max_slots": self._max_slots, "max_tokens": self._max_tokens}
-        return grown(slots, length, held_length=self.length, **limits)
 
     def _resize(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
         """Layer by layer, so that old and new lie side by side for one layer only."""

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import mlx.core as mx
 import numpy as np
 
+from openrl.backends.common.work import stepped
 from openrl.backends.mps.lora import Adapter
 from openrl.backends.mps.optim import adamw
-from openrl.errors import BadRequest
 from openrl.types import AdamParams, Array, OptimOutput
 
 
@@ -74,13 +74,9 @@ class Trainable:
         A gradient that is not finite is dropped and nothing else changes (O8): `BadRequest`.
         """
         norm = self._decay_only(adam) if self.gradient is None and self.m is None else self._adamw(adam)
-        if not math.isfinite(norm):
-            raise BadRequest(
-                f"the accumulated gradient is not finite (norm {norm}); it was dropped and the step not taken.",
-                "Look for extreme weights, advantages or probability ratios.",
-            )
+        output = stepped(norm, adam)
         self.t += 1
-        return OptimOutput({"grad_norm:mean": norm, "lr:mean": adam.learning_rate, "update_skipped:sum": 0.0})
+        return output
 
     def restore(self, m: Mapping[str, Array], v: Mapping[str, Array], t: int) -> None:
         """Take Adam's state from tensors by parameter name, of the parameters' shapes."""

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from openrl.backends.common.slots import LENGTH_BLOCK, grown, mostly_unused, spans
+from openrl.backends.common.slots import LENGTH_BLOCK, Rectangle, spans
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,32 +34,18 @@ class KVShape:
         return cls(config.num_hidden_layers, config.num_key_value_heads, head_dim, dtype, device)
 
 
-class KVCache:
-    """Keys and values [slots, heads, length, head_dim] of every layer, growing and shrinking with use.
-
-    Holds at most `max_tokens` = slots * length, whatever part of the rectangle is in use: that is what memory pays for.
-    """
+class KVCache(Rectangle):
+    """Keys and values [slots, heads, length, head_dim] of every layer, growing and shrinking with use."""
 
     def __init__(self, shape: KVShape, max_slots: int, max_tokens: int) -> None:
+        super().__init__(max_slots, max_tokens)
         self._shape = shape
-        self._max_slots = max_slots
-        self._max_tokens = max_tokens
-        self.slots = 0
-        self.length = 0
         self.keys: list[Tensor] = []
         self.values: list[Tensor] = []
 
     @property
     def device(self) -> torch.device:
         return self._shape.device
-
-    def fits(self, slots: int, length: int) -> bool:
-        """Whether `slots` sequences of `length` tokens can be held at all."""
-        return slots * length <= self._max_tokens
-
-    def holds(self, slots: int, length: int) -> bool:
-        """Whether there is room for that now, without `reserve`."""
-        return slots <= self.slots and length <= self.length
 
     def whole_blocks(self, length: int) -> int:
         """Columns to attend over for sequences of up to `length`: whole blocks, since products have kernels made for
@@ -69,23 +55,6 @@ class KVCache:
     def clear(self) -> None:
         """Give all memory back."""
         self.keys, self.values, self.slots, self.length = [], [], 0, 0
-
-    def reserve(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
-        """Make room for `slots` * `length`, keeping what the first `used_slots` hold in `used_length` columns.
-
-        The caller has checked `fits`. Grows to a power of two and a block, or as far as `max_tokens` lets it.
-        """
-        if not self.holds(slots, length):
-            self._resize(*self._rounded(slots, length), used_slots, used_length)
-
-    def shrink(self, slots: int, length: int) -> None:
-        """Give memory back when only a small part is still used: the first `slots`, up to `length`."""
-        if mostly_unused(slots, length, self.slots, self.length):
-            self._resize(*self._rounded(slots, length), slots, length)
-
-    def _rounded(self, slots: int, length: int) -> tuple[int, int]:
-        limits = {"max_slots": self._max_slots, "max_tokens": self._max_tokens}
-        return grown(slots, length, held_length=self.length, **limits)
 
     def _resize(self, slots: int, length: int, used_slots: int, used_length: int) -> None:
         """Layer by layer, so that old and new lie side by side for one tensor only."""

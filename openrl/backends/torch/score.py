@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -11,24 +11,10 @@ from torch import Tensor
 
 from openrl.backends.common import scoring
 from openrl.backends.common.extras import Alternatives, Targets
+from openrl.backends.common.lora import segments_of
 from openrl.backends.common.scoring import Span, head_rows
 from openrl.backends.torch.draw import draw_repeatedly
-from openrl.backends.torch.lora import Adapter, Segment
 from openrl.backends.torch.model import CausalLM
-
-
-def segments(runs: Iterable[tuple[int, Adapter | None]]) -> tuple[Segment, ...]:
-    """Segments of (rows, adapter) runs that follow one another; neighbours with the same adapter become one."""
-    merged: list[Segment] = []
-    start = 0
-    for rows, adapter in runs:
-        stop = start + rows
-        if merged and merged[-1].adapter is adapter:
-            merged[-1] = Segment(merged[-1].start, stop, adapter)
-        else:
-            merged.append(Segment(start, stop, adapter))
-        start = stop
-    return tuple(merged)
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,11 +33,11 @@ def score(model: CausalLM, spans: Sequence[Span]) -> None:
         return
     hidden = torch.cat([s.wanted for s in spans])
     targets = torch.tensor([token for s in spans for token in s.targets], device=hidden.device)
-    parts = segments((s.scored, s.job.adapter) for s in spans)
+    adapters = [s.job.adapter for s in spans for _ in range(s.scored)]
     top = scoring.most(spans)
     scored: list[_Scored] = []
     for i, j in scoring.windows(len(hidden), head_rows(model.vocab_size)):
-        logits = model.logits(hidden[i:j], _clip(parts, i, j))
+        logits = model.logits(hidden[i:j], segments_of(adapters[i:j]))
         total = logits.logsumexp(-1, keepdim=True)
         scored.append(_score_rows(logits, total, targets[i:j], top))
         for extra, rows, first in scoring.extras_in(spans, i, j):
@@ -62,11 +48,6 @@ def score(model: CausalLM, spans: Sequence[Span]) -> None:
         torch.cat([s.ids for s in scored]).numpy(),
         torch.cat([s.values for s in scored]).numpy(),
     )
-
-
-def _clip(parts: Sequence[Segment], start: int, stop: int) -> tuple[Segment, ...]:
-    inside = [s for s in parts if s.start < stop and s.stop > start]
-    return tuple(Segment(max(s.start, start) - start, min(s.stop, stop) - start, s.adapter) for s in inside)
 
 
 def _score_rows(logits: Tensor, total: Tensor, targets: Tensor, top: int) -> _Scored:

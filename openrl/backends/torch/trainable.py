@@ -12,9 +12,9 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from openrl.backends.common.work import stepped
 from openrl.backends.torch.lora import Adapter
 from openrl.backends.torch.optim import adamw_
-from openrl.errors import BadRequest
 from openrl.types import AdamParams, OptimOutput
 
 
@@ -78,13 +78,9 @@ class State:
         A gradient that is not finite is dropped and nothing else changes (O8): `BadRequest`.
         """
         norm = self._decay_only(adam) if self.gradient is None and self.m is None else self._adamw(adam)
-        if not math.isfinite(norm):
-            raise BadRequest(
-                f"the accumulated gradient is not finite (norm {norm}); it was dropped and the step not taken.",
-                "Look for extreme weights, advantages or probability ratios.",
-            )
+        output = stepped(norm, adam)
         self.t += 1
-        return OptimOutput({"grad_norm:mean": norm, "lr:mean": adam.learning_rate, "update_skipped:sum": 0.0})
+        return output
 
     def reset(self) -> None:
         """G, m, v and t become zero; theta stays."""
