@@ -6,7 +6,9 @@ import asyncio
 import contextlib
 import json
 import socket
+import statistics
 import time
+from collections import defaultdict
 from collections.abc import AsyncGenerator
 from contextlib import asynccontextmanager
 from pathlib import Path
@@ -22,7 +24,7 @@ from support.thread_worker import Speed, ThreadWorker
 from support.wired import sample_body, train_body
 
 SAMPLES = 256
-BEAT_SECONDS = 0.5  # the median, with all clients on the server's own event loop; `openrl bench` measures it properly
+OVERTAKEN = 2  # a heartbeat may take so many times what a sample's own calls take; `openrl bench` has seconds
 
 
 class Client:
@@ -31,8 +33,10 @@ class Client:
     def __init__(self, port: int) -> None:
         self._port = port
         self._free: list[tuple[asyncio.StreamReader, asyncio.StreamWriter]] = []
+        self.seconds: dict[str, list[float]] = defaultdict(list)  # of each call, by path
 
     async def post(self, path: str, body: Any) -> tuple[int, Any]:
+        started = time.perf_counter()
         reader, writer = self._free.pop() if self._free else await asyncio.open_connection("127.0.0.1", self._port)
         content = json.dumps(body).encode()
         head = f"POST /api/v1/{path} HTTP/1.1\r\nhost: localhost\r\nx-api-key: {KEY}\r\ncontent-length: {len(content)}"
@@ -41,6 +45,7 @@ class Client:
         length = next(int(line[15:]) for line in answer.split(b"\r\n") if line.startswith(b"content-length:"))
         content = await reader.readexactly(length)
         self._free.append((reader, writer))
+        self.seconds[path].append(time.perf_counter() - started)
         return int(answer[9:12]), json.loads(content) if b"/json" in answer else content
 
     async def result(self, request: str) -> Any:
@@ -98,16 +103,12 @@ async def train(client: Client, session: str, done: asyncio.Event) -> int:
     return seq // 2
 
 
-async def beat(client: Client, session: str, done: asyncio.Event) -> list[float]:
-    """Seconds of each heartbeat."""
-    seconds: list[float] = []
+async def beat(client: Client, session: str, done: asyncio.Event) -> None:
+    """Heartbeats, one at a time, until told to stop."""
     while not done.is_set():
-        started = time.perf_counter()
         status, _ = await client.post("session_heartbeat", {"session_id": session})
         assert status == 200
-        seconds.append(time.perf_counter() - started)
         await asyncio.sleep(0.01)
-    return seconds
 
 
 def test_a_flood_of_samples_fails_nobody_and_lets_heartbeats_through(tmp_path: Path) -> None:
@@ -128,7 +129,10 @@ def test_a_flood_of_samples_fails_nobody_and_lets_heartbeats_through(tmp_path: P
             await asyncio.gather(*map(draw, range(SAMPLES)))
             done.set()
             assert await training >= 1
-            beats = sorted(await beating)
-            assert beats[len(beats) // 2] < BEAT_SECONDS, beats
+            await beating
+            # Clients and server share one event loop here, so seconds say how busy the machine is. That heartbeats do
+            # not stand behind the samples shows beside the calls of the flood itself, on the same loop.
+            beats, submits = (statistics.median(client.seconds[path]) for path in ("session_heartbeat", "asample"))
+            assert beats < OVERTAKEN * submits, (beats, submits)
 
     asyncio.run(main())
