@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import struct
 from collections.abc import Mapping
 from pathlib import Path
@@ -18,6 +19,9 @@ MAX_LORA_RANK = 256
 _GIB = 1 << 30
 RUNTIME = 1 * _GIB  # torch itself, activations of a small batch, KV cache, one adapter with its optimizer state
 _BYTES = {"float32": 4, "bfloat16": 2, "auto": 4}  # auto may choose float32, so that is what must fit
+# Of a weight in four bits: a scale of eight bits for each 64 of them, and one of 32 for each 256 scales.
+_QUANTISED = {"nf4": (4 + 8 / 64 + 32 / (64 * 256)) / 8}
+_PROJECTIONS = re.compile(r"\.layers\.\d+\..*_proj\.weight$")
 _CGROUP = Path("/sys/fs/cgroup")
 
 
@@ -27,13 +31,15 @@ def describe(folder: Path) -> ModelInfo:
     Raises ModelError if the folder holds no such model.
     """
     config = read_config(folder)
+    sizes = {name: size for path in weight_files(folder) for name, size in _sizes(path).items()}
     try:
         return ModelInfo(
             vocab_size=int(config["vocab_size"]),
             max_context=int(config["max_position_embeddings"]),
             max_lora_rank=MAX_LORA_RANK,
-            parameters=sum(_parameters(path) for path in weight_files(folder)),
+            parameters=sum(sizes.values()),
             family=str(config["model_type"]),
+            projections=sum(size for name, size in sizes.items() if _PROJECTIONS.search(name)),
         )
     except KeyError as error:
         raise ModelError(
@@ -53,9 +59,13 @@ def weight_files(folder: Path) -> list[Path]:
     return paths
 
 
-def memory_needed(info: ModelInfo, dtype: str) -> int:
-    """Bytes that serving takes: the weights in `dtype` (float32, bfloat16 or auto) and the runtime around them."""
-    return info.parameters * _BYTES[dtype] + RUNTIME
+def memory_needed(info: ModelInfo, dtype: str, quantize: str = "none") -> int:
+    """Bytes that serving takes: the weights in `dtype` (float32, bfloat16 or auto), those of the layers' linear maps
+    as `quantize` ("none" or "nf4") has them, and the runtime around them."""
+    if quantize == "none":
+        return info.parameters * _BYTES[dtype] + RUNTIME
+    whole = (info.parameters - info.projections) * _BYTES[dtype]
+    return whole + math.ceil(info.projections * _QUANTISED[quantize]) + RUNTIME
 
 
 def available_memory() -> int:
@@ -63,17 +73,17 @@ def available_memory() -> int:
     return min(psutil.virtual_memory().available, _cgroup_room())
 
 
-def check_fits(name: str, info: ModelInfo, dtype: str, available: int) -> None:
+def check_fits(name: str, info: ModelInfo, dtype: str, available: int, quantize: str = "none") -> None:
     """Raises NoRoom, with the numbers, if a model does not fit into `available` bytes."""
-    needed = memory_needed(info, dtype)
+    needed = memory_needed(info, dtype, quantize)
     if needed <= available:
         return
     hint = "Serve a smaller model or free memory."
-    if dtype != "bfloat16" and memory_needed(info, "bfloat16") <= available:
+    if dtype != "bfloat16" and memory_needed(info, "bfloat16", quantize) <= available:
         hint = "With --dtype bfloat16 it would fit."
     raise NoRoom(
         f"{name} has {info.parameters / 1e6:,.0f} million weights and needs about {needed / _GIB:.1f} GiB in "
-        f"{'float32' if dtype == 'auto' else dtype}, but only {available / _GIB:.1f} GiB are free.",
+        f"{_types(dtype, quantize)}, but only {available / _GIB:.1f} GiB are free.",
         hint,
     )
 
@@ -88,15 +98,21 @@ def read_config(folder: Path) -> Mapping[str, Any]:
     return config.get("text_config", config)
 
 
-def _parameters(path: Path) -> int:
-    """Number of weights in a safetensors file: 8 bytes of header length, then a JSON header with shapes."""
+def _types(dtype: str, quantize: str) -> str:
+    """What weights are held in, in words."""
+    plain = "float32" if dtype == "auto" else dtype
+    return plain if quantize == "none" else f"{quantize} and {plain}"
+
+
+def _sizes(path: Path) -> dict[str, int]:
+    """Weights of each tensor in a safetensors file: 8 bytes of header length, then a JSON header with shapes."""
     try:
         with path.open("rb") as file:
             (length,) = struct.unpack("<Q", file.read(8))
             header: dict[str, Any] = json.loads(file.read(length))
     except (struct.error, ValueError) as error:
         raise ModelError(f"{path} is not a safetensors file: {error}.") from error
-    return sum(math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__")
+    return {name: math.prod(tensor["shape"]) for name, tensor in header.items() if name != "__metadata__"}
 
 
 def _cgroup_room() -> int:

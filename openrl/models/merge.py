@@ -20,6 +20,7 @@ from openrl.errors import ModelError
 from openrl.models import linear
 from openrl.models.hub_cache import tokenizer_files
 from openrl.models.info import weight_files
+from openrl.types import Array
 
 _INDEX = "model.safetensors.index.json"
 _HEAD, _EMBEDDING = f"{HEAD_NAME}.weight", f"{linear.EMBEDDING}.weight"
@@ -53,15 +54,22 @@ class _Deltas:
     def __init__(self, adapter: AdapterFolder) -> None:
         self._adapter = adapter
         self._scale = ALPHA / adapter.spec.rank
-        self.left = set(adapter.layers)
+        self._layers = frozenset(adapter.layers)
+        self.left = set(self._layers)
 
     def add_to(self, name: str, weight: Tensor) -> Tensor:
-        layer = name.removesuffix(".weight")
-        if layer not in self.left:
+        layer, expert = linear.adapted_as(name.removesuffix(".weight"))
+        if layer not in self._layers:
             return weight
-        self.left.remove(layer)
-        a, b = (torch.from_numpy(self._adapter.tensors[f"{layer}.lora_{factor}"]) for factor in "AB")
+        self.left.discard(layer)
+        a, b = (_one(self._adapter.tensors[f"{layer}.lora_{factor}"], expert) for factor in "AB")
         return (weight.float() + self._scale * (b.float() @ a.float())).to(weight.dtype)
+
+
+def _one(factor: Array, expert: int) -> Tensor:
+    """A factor, or an expert's own in a stack, whose first is everyone's if there is but one (A10)."""
+    tensor = torch.from_numpy(factor)
+    return tensor if tensor.ndim == 2 else tensor[expert if len(tensor) > 1 else 0]
 
 
 def _is_tied(base: Path) -> bool:

@@ -1,7 +1,6 @@
 """Make a model ready to load: fetched, converted, and its tokenizer where clients of this machine find it.
 
-Runs in the worker process (or in `openrl models pull`). torch and transformers are imported when there is something to
-convert and not before.
+Runs in the worker process (or in `openrl models pull`).
 """
 
 from __future__ import annotations
@@ -31,9 +30,9 @@ def prepare(spec: ModelSpec, data_dir: Path, report: Callable[[Progress], None])
     return folder
 
 
-def check_memory(folder: Path, dtype: str) -> None:
+def check_memory(folder: Path, dtype: str, quantize: str = "none") -> None:
     """Raises ModelError, with the numbers, unless the model of a ready folder fits into free memory."""
-    info.check_fits(folder.name, info.describe(folder), dtype, info.available_memory())
+    info.check_fits(folder.name, info.describe(folder), dtype, info.available_memory(), quantize)
 
 
 def _make(spec: ModelSpec, data_dir: Path, report: Callable[[Progress], None]) -> Path:
@@ -55,8 +54,7 @@ def _convert(gguf: Path, spec: ModelSpec, data_dir: Path, report: Callable[[Prog
     with folders.locked(target.parent, target.name, report):
         if store.locate(spec, data_dir) == target:  # another process made it while we waited
             return target
-        report(Progress("loading the converter", 0, None))
-        from openrl.models import convert  # brings torch and transformers
+        from openrl.models import convert  # brings gguf, which a worker with a ready model does without
 
         convert.convert(gguf, target, spec.name, spec.source, report)
     if manifest.read(target) is None:

@@ -10,7 +10,7 @@ from dataclasses import dataclass
 class Progress:
     """`stage` is a few words for a person ("downloading"); `total` None means that nobody knows how much there is.
 
-    `done` and `total` count bytes while files are moved and steps while a model is converted; only their ratio matters.
+    `done` and `total` count bytes; only their ratio matters.
     """
 
     stage: str
