@@ -17,6 +17,7 @@ import typer
 from rich.progress import Progress, SpinnerColumn, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
+from openrl.backends import registry
 from openrl.errors import BackendFault, ModelError, SettingsError
 from openrl.models import catalog
 from openrl.settings import load
@@ -27,7 +28,10 @@ if TYPE_CHECKING:
     from openrl.bench.result import Finding, Rates, Result
     from openrl.bench.run import Extras
 
-_NEEDED = ("tinker", "torch", "transformers", "peft", "matplotlib")
+_NEEDED = ("tinker", "matplotlib")
+_NEEDED_MLX = ("mlx", "mlx_lm")
+_NEEDED_TORCH = ("torch", "transformers", "peft")
+TORCH_PARTS = ("matrix", "memory")  # measured, or prepared, with PyTorch
 PARTS = ("overhead", "train", "matrix", "joined", "sample", "prefix", "jobs", "latency", "memory")
 
 Parts = Annotated[list[str] | None, typer.Argument(help=f"What to measure: {', '.join(PARTS)}. By default all.")]
@@ -35,6 +39,10 @@ Model = Annotated[str, typer.Option(help="The model, as for `openrl serve`.")]
 Rank = Annotated[int, typer.Option(min=1, help="LoRA rank on all sides.")]
 Rounds = Annotated[int, typer.Option(min=1, help="Rounds that count; their median is shown.")]
 Threads = Annotated[int, typer.Option(min=0, help="Threads of each side; 0 means physical cores.")]
+Backend = Annotated[str, typer.Option(help="The server's backend: auto, cpu, cuda or mps.")]
+Small = Annotated[
+    bool, typer.Option(help="A small model of random weights and less work, for devices that are tried, not measured.")
+]
 Dtype = Annotated[str, typer.Option(help="The server's dtype: auto, float32 or bfloat16.")]
 VllmPython = Annotated[
     Path | None, typer.Option(exists=True, dir_okay=False, help="A Python that has vLLM: sample with it too.")
@@ -49,23 +57,32 @@ def bench(
     rank: Rank = 16,
     rounds: Rounds = 3,
     threads: Threads = 0,
+    backend: Backend = "auto",
     dtype: Dtype = "auto",
+    small: Small = False,
     vllm_python: VllmPython = None,
     picture: Picture = Path("device-use.png"),
     as_json: AsJson = False,
 ) -> None:
-    """Measure this server, side by side with plain transformers + PEFT, and hold the figures against targets.
+    """Measure this server, side by side with plain transformers + PEFT (on MLX: mlx-lm), and hold the figures against
+    targets.
 
     Starts servers of its own and uses them through the `tinker` SDK over HTTP. Sides take turns; none runs while
     another does. All of it takes about half an hour on two cores.
     """
-    missing = [name for name in _NEEDED if importlib.util.find_spec(name) is None]
+    registry.check_backend(backend)
+    mlx = registry.choices(backend) == ("mps",)
+    needed = (*_NEEDED, *(_NEEDED_MLX if mlx else _NEEDED_TORCH))
+    missing = [name for name in needed if importlib.util.find_spec(name) is None]
     if missing:
         raise ModelError(f"openrl bench needs {', '.join(missing)}.", "Run: pip install 'openrl[dev]'")
-    unknown = [part for part in parts or () if part not in PARTS]
+    legal = [part for part in PARTS if not mlx or part not in TORCH_PARTS]
+    unknown = [part for part in parts or () if part not in legal]
     if unknown:
-        raise SettingsError(f"openrl bench measures no {unknown[0]!r}.", f"Legal: {', '.join(PARTS)}.")
-    plan = _Plan(tuple(parts or PARTS), rank, rounds, threads or psutil.cpu_count(logical=False) or 1, dtype)
+        where = " on MLX" if unknown[0] in PARTS else ""
+        raise SettingsError(f"openrl bench measures no {unknown[0]!r}{where}.", f"Legal: {', '.join(legal)}.")
+    threads = threads or psutil.cpu_count(logical=False) or 1
+    plan = _Plan(tuple(parts or legal), rank, rounds, threads, backend, dtype, mlx, small)
     try:
         result = _run(plan, model, vllm_python, picture)
     except ServerError as error:
@@ -82,25 +99,33 @@ class _Plan:
     rank: int
     rounds: int
     threads: int
+    backend: str
     dtype: str
+    mlx: bool
+    small: bool
 
 
 def _run(plan: _Plan, model: str, vllm_python: Path | None, picture: Path) -> Result:
     """Everything that is heavy is imported here: the other commands do without."""
-    from openrl.bench import memory
     from openrl.bench.result import Result
     from openrl.bench.run import Extras, Part
     from openrl.bench.setting import describe
+    from openrl.bench.small import small_model
     from openrl.models.prepare import prepare
 
-    console.err.print(f"preparing {model}")
-    folder = prepare(catalog.resolve(model), load({}).settings.data_dir, lambda progress: None)
-    result = Result(describe(model, plan.threads, plan.rank, plan.dtype))
-    with _progress() as tick:
-        _measure(plan, folder, plan.parts, result, Extras(vllm_python, picture), tick)
-        if Part.MEMORY in plan.parts:
-            with tempfile.TemporaryDirectory(prefix="openrl-bench-") as scratch:
-                large = memory.large_vocabulary_model(folder, Path(scratch) / "large-vocabulary")
+    with tempfile.TemporaryDirectory(prefix="openrl-bench-") as made:
+        if plan.small:
+            model, folder = "a random Llama of 3.7 million weights", small_model(Path(made) / "small")
+        else:
+            console.err.print(f"preparing {model}")
+            folder = prepare(catalog.resolve(model), load({}).settings.data_dir, lambda progress: None)
+        result = Result(describe(model, plan.threads, plan.rank, plan.dtype, mlx=plan.mlx))
+        with _progress() as tick:
+            _measure(plan, folder, plan.parts, result, Extras(vllm_python, picture), tick)
+            if Part.MEMORY in plan.parts:
+                from openrl.bench import memory
+
+                large = memory.large_vocabulary_model(folder, Path(made) / "large-vocabulary")
                 _measure(plan, large, (Part.MEMORY,), result, Extras(), tick)
     return result
 
@@ -112,15 +137,19 @@ def _measure(
     from openrl.bench import run
     from openrl.bench.served import Door
     from openrl.bench.stage import Stage
+    from openrl.bench.workload import FULL, SMALL
     from openrl.models import info
 
-    engine = ["--threads", str(plan.threads), "--dtype", plan.dtype]
+    engine = ["--backend", plan.backend, "--threads", str(plan.threads), "--dtype", plan.dtype]
+    size, mlx = SMALL if plan.small else FULL, plan.dtype if plan.mlx else None
     with tempfile.TemporaryDirectory(prefix="openrl-bench-") as scratch:
         flags = ["--model", str(folder), "--data-dir", scratch, *engine]
         with local_server(Path(scratch) / "server.log", flags, {"HF_HOME": scratch}) as endpoint:
             door = Door(endpoint.base_url, endpoint.api_key, catalog.resolve(str(folder)).name)
             vocabulary = info.describe(folder).vocab_size
-            stage = Stage(door, endpoint.process, folder, vocabulary, plan.rank, plan.threads, plan.rounds, tick)
+            stage = Stage(
+                door, endpoint.process, folder, vocabulary, plan.rank, plan.threads, plan.rounds, tick, size, mlx
+            )
             run.measure(tuple(map(run.Part, parts)), stage, result, extras)
 
 

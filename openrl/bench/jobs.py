@@ -19,7 +19,6 @@ from openrl.bench.workload import Example, Workload
 
 COUNTS = (1, 2, 3, 8)
 PICTURED = (1, 2, 3)
-SECONDS = 30.0  # that each number of jobs is measured for
 _REWARD_S = 1.0
 _PROMPT, _GROUP, _NEW = 12, 4, 12  # sizes as in a small task: pig latin, a short sum
 
@@ -36,7 +35,7 @@ class Outcome:
         return sum(self.rates)
 
 
-def several_jobs(stage: Stage, result: Result, seconds: float = SECONDS) -> dict[int, Outcome]:
+def several_jobs(stage: Stage, result: Result, seconds: float) -> dict[int, Outcome]:
     """1, 2, 3 and 8 equal jobs: sample a group, wait a second for rewards, train, take a step, sample anew."""
     outcomes: dict[int, Outcome] = {}
     for count in COUNTS:

@@ -14,7 +14,6 @@ from openrl.bench.stage import Stage
 
 _STEPS = 200
 _PROBES = 60
-_FLOOD = 512
 
 
 def overhead(stage: Stage, result: Result) -> None:
@@ -29,7 +28,7 @@ def beside_training(stage: Stage, result: Result) -> None:
     """A one-token sample while another job trains flat out, against the longest micro-batch of that job."""
     trainer, sampler = ServedLoop(stage.door, stage.rank), ServedLoop(stage.door, stage.rank)
     work = stage.workload(seed=7)
-    batch, prompt = work.even(count=16, length=256), work.sequence(16)
+    batch, prompt = work.even(*stage.size.behind), work.sequence(16)
     trainer.train_step(batch[:1])
     seconds: list[float] = []
     began = time.time()
@@ -50,10 +49,10 @@ def beside_training(stage: Stage, result: Result) -> None:
 
 
 def flood(stage: Stage, result: Result) -> None:
-    """512 one-token samples at once, beside a training loop and heartbeats."""
+    """Very many one-token samples at once, beside a training loop and heartbeats."""
     trainer, sampler = ServedLoop(stage.door, stage.rank), ServedLoop(stage.door, stage.rank)
     work = stage.workload(seed=8)
-    batch, prompts = work.even(count=8, length=64), work.prompts(_FLOOD, 16)
+    batch, prompts = work.even(count=8, length=64), work.prompts(stage.size.flood, 16)
     beats: list[float] = []
     with stage.door.http() as client:
         created = client.post("create_session", json={"tags": [], "user_metadata": {}, "sdk_version": "0.38.0"}).json()
@@ -71,11 +70,11 @@ def flood(stage: Stage, result: Result) -> None:
         seconds = time.perf_counter() - started
     trainer.close()
     sampler.close()
-    stage.tick("512 samples at once")
+    stage.tick(f"{len(prompts)} samples at once")
     p50, p95 = percentiles(beats)
     detail = f"{len(beats)} heartbeats, p50 {p50:.0f} ms; all samples after {seconds:.1f} s"
     result.findings += [
-        Finding("512 one-token samples at once: failed", failed, "", 0, at_most=True),
+        Finding(f"{len(prompts)} one-token samples at once: failed", failed, "", 0, at_most=True),
         Finding("heartbeat p95 meanwhile", p95, "ms", 200, at_most=True, detail=detail),
     ]
 

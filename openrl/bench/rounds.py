@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Mapping, Sequence
-from typing import Protocol
+from typing import Protocol, TypeVar
 
 from openrl.bench.result import Rates
 from openrl.bench.workload import Example, Tokens
@@ -12,21 +12,31 @@ from openrl.bench.workload import Example, Tokens
 Tick = Callable[[str], None]
 
 
-class Side(Protocol):
-    """One side: trains on a batch, samples from prompts and says how many tokens came."""
-
-    def train_step(self, batch: Sequence[Example]) -> None: ...
+class Drawer(Protocol):
+    """One side: draws so many tokens after each prompt, and says how many came."""
 
     def sample(self, prompts: Sequence[Tokens], new_tokens: int) -> int: ...
 
 
-Work = Callable[[Side], int]  # what one side does in a round; returns its tokens
+class Side(Drawer, Protocol):
+    """One that also trains on a batch."""
+
+    def train_step(self, batch: Sequence[Example]) -> None: ...
+
+
+_S = TypeVar("_S", bound=Drawer)
 
 
 def compare(
-    name: str, sides: Mapping[str, Side], work: Work, rounds: int, tick: Tick, warm: Work | None = None
+    name: str,
+    sides: Mapping[str, _S],
+    work: Callable[[_S], int],
+    rounds: int,
+    tick: Tick,
+    warm: Callable[[_S], int] | None = None,
 ) -> Rates:
-    """`work` on each side, `rounds` times in turns, after one turn that does not count (of `warm`, if given).
+    """`work`, which returns its tokens, on each side, `rounds` times in turns, after one turn that does not count (of
+    `warm`, if given).
 
     In turns, so that a machine that slows down or warms up does so for all; the side that goes first changes.
     """
@@ -42,7 +52,7 @@ def compare(
     return rates
 
 
-def _speed(side: Side, work: Work) -> float:
+def _speed(side: _S, work: Callable[[_S], int]) -> float:
     started = time.perf_counter()
     tokens = work(side)
     return tokens / (time.perf_counter() - started)

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from enum import StrEnum
 from pathlib import Path
 
-from openrl.bench import jobs, latency, memory, picture, sampling, training
+from openrl.bench import jobs, latency, picture, sampling, training
 from openrl.bench.result import Result
 from openrl.bench.stage import Stage
 
@@ -46,7 +46,7 @@ def _work(part: Part, extras: Extras) -> Callable[[Stage, Result], None]:
         sampling.decoding(stage, result, extras.vllm_python)
 
     def several_jobs(stage: Stage, result: Result) -> None:
-        outcomes = jobs.several_jobs(stage, result)
+        outcomes = jobs.several_jobs(stage, result, stage.size.seconds)
         if extras.picture is not None:
             picture.draw({count: outcomes[count].lanes for count in jobs.PICTURED}, extras.picture)
 
@@ -54,15 +54,26 @@ def _work(part: Part, extras: Extras) -> Callable[[Stage, Result], None]:
         latency.beside_training(stage, result)
         latency.flood(stage, result)
 
+    # These two need PyTorch, whatever the server computes with.
+    def matrix_share(stage: Stage, result: Result) -> None:
+        from openrl.bench import matrix
+
+        matrix.matrix_share(stage, result)
+
+    def step_memory(stage: Stage, result: Result) -> None:
+        from openrl.bench import memory
+
+        memory.step_memory(stage, result)
+
     work: dict[Part, Callable[[Stage, Result], None]] = {
         Part.OVERHEAD: latency.overhead,
         Part.TRAIN: training.against_plain,
-        Part.MATRIX: training.matrix_share,
+        Part.MATRIX: matrix_share,
         Part.JOINED: training.joined_runs,
         Part.SAMPLE: decoding,
         Part.PREFIX: sampling.shared_prompt,
         Part.JOBS: several_jobs,
         Part.LATENCY: latencies,
-        Part.MEMORY: memory.step_memory,
+        Part.MEMORY: step_memory,
     }
     return work[part]

@@ -8,17 +8,19 @@ from pathlib import Path
 
 import psutil
 
-_PACKAGES = ("openrl", "torch", "transformers", "peft", "tinker")
+_PACKAGES = ("openrl", "tinker")
+_TORCH, _MLX = ("torch", "transformers", "peft"), ("mlx", "mlx-lm")
 
 
-def describe(model: str, threads: int, rank: int, dtype: str) -> dict[str, str]:
+def describe(model: str, threads: int, rank: int, dtype: str, *, mlx: bool = False) -> dict[str, str]:
     """The machine, the model and the versions, in the order in which they are shown."""
+    packages = (*_PACKAGES, *(_MLX if mlx else _TORCH))
     return {
         "model": f"{model}, LoRA rank {rank}",
         "processor": _processor(),
         "threads": f"{threads} on each side, of {psutil.cpu_count(logical=True)} cores",
-        "dtype": f"server {dtype}, plain loop float32",
-        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in _PACKAGES),
+        "dtype": f"{dtype} on both sides" if mlx else f"server {dtype}, plain loops float32 and bf16",
+        "versions": ", ".join(f"{name} {importlib.metadata.version(name)}" for name in packages),
     }
 
 

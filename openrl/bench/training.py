@@ -1,22 +1,21 @@
-"""Training speed: against plain loops, against the machine's matrix rate, and of joined runs."""
+"""Training speed: against plain loops, and of joined runs."""
 
 from __future__ import annotations
 
 import statistics
 import time
 
-import torch
 from tinker import types
 
-from openrl.backends.torch.flops import matrix_rate, step_flops
 from openrl.bench.result import Finding, Result
 from openrl.bench.rounds import Side, compare
 from openrl.bench.served import ServedLoop, datum, policy_datum
-from openrl.bench.stage import BEST_PLAIN, OURS, PLAIN, Stage
+from openrl.bench.stage import BEST_PLAIN, MLX, OURS, PLAIN, Stage
 from openrl.bench.workload import Example, trained_tokens
 
 _LOSSES = ("cross_entropy", "importance_sampling", "ppo", "cispo")
 _JOINED_RUNS = 8
+_TARGETS = {PLAIN: 5, BEST_PLAIN: 2, MLX: None}
 
 
 def against_plain(stage: Stage, result: Result) -> None:
@@ -24,11 +23,13 @@ def against_plain(stage: Stage, result: Result) -> None:
     ours = ServedLoop(stage.door, stage.rank)
     sides: dict[str, Side] = {OURS: ours, **stage.plain()}
     work = stage.workload(seed=0)
-    mixed, short, taste = work.mixed(), work.short(), work.mixed(count=4)
+    count, low, high = stage.size.mixed
+    mixed, short = work.mixed(count, low, high), work.short(stage.size.short)
+    taste = work.mixed(4, low, high)
     # The mixed batch takes minutes on a small machine; one round of it weighs as much as several of others.
     rounds = max(1, stage.rounds // 3)
     rates = compare(
-        "train 64 sequences of 32-512 tokens, half masked",
+        f"train {count} sequences of {low}-{high} tokens, half masked",
         sides,
         lambda side: _step(side, mixed),
         rounds,
@@ -36,10 +37,10 @@ def against_plain(stage: Stage, result: Result) -> None:
         warm=lambda side: _step(side, taste),
     )
     result.rates.append(rates)
-    for other, target in ((PLAIN, 5), (BEST_PLAIN, 2)):
+    for other in stage.plain():
         what = f"training on mixed lengths against {other}"
-        result.findings.append(Finding(what, rates.ratio(OURS, other), "x", target))
-    name = "train 32 sequences of 40-60 tokens"
+        result.findings.append(Finding(what, rates.ratio(OURS, other), "x", _TARGETS[other]))
+    name = f"train {len(short)} sequences of 40-60 tokens"
     result.rates.append(compare(name, sides, lambda side: _step(side, short), stage.rounds, stage.tick))
     ours.close()
 
@@ -47,27 +48,6 @@ def against_plain(stage: Stage, result: Result) -> None:
 def _step(side: Side, batch: list[Example]) -> int:
     side.train_step(batch)
     return trained_tokens(batch)
-
-
-def matrix_share(stage: Stage, result: Result) -> None:
-    """How much of the machine's measured bf16 matrix rate a step on 512-token sequences gets to use."""
-    ours = ServedLoop(stage.door, stage.rank)
-    batch = stage.workload(seed=1).even(count=8, length=512)
-    ours.train_step(batch[:1])
-    seconds: list[float] = []
-    for _ in range(stage.rounds):
-        started = time.perf_counter()
-        ours.train_step(batch)
-        seconds.append(time.perf_counter() - started)
-        stage.tick("train 8 x 512 tokens")
-    ours.close()
-    torch.set_num_threads(stage.threads)
-    rate = matrix_rate(torch.bfloat16)
-    took = statistics.median(seconds)
-    used = step_flops(stage.folder, [example.length for example in batch], stage.rank) / took
-    detail = f"{used / 1e9:.0f} of {rate / 1e9:.0f} GFLOP/s, {trained_tokens(batch) / took:.0f} tokens/s"
-    what = "share of the bf16 matrix rate, 8 x 512 tokens"
-    result.findings.append(Finding(what, 100 * used / rate, "%", 30, detail=detail))
 
 
 def joined_runs(stage: Stage, result: Result) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tempfile
 import threading
+import warnings
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
@@ -16,7 +17,7 @@ from openrl.backends.base import BackendSpec, VllmSpec
 from openrl.backends.vllm.life import Life
 from openrl.backends.vllm.plan import plan
 from openrl.backends.vllm.process import Frame
-from openrl.bench.workload import Example, Tokens
+from openrl.bench.workload import Tokens
 from openrl.types import DeviceReport, ModelInfo
 
 # Our side adapts the head, too, which is to vLLM's advantage.
@@ -28,7 +29,7 @@ _ADAPTER = 2  # its number; the child's own probe has 1
 
 
 class VllmSide:
-    """vLLM under the interpreter `python`, with an adapter of the given rank. Samples only."""
+    """vLLM under the interpreter `python`, with an adapter of the given rank."""
 
     def __init__(self, python: Path, folder: Path, rank: int, threads: int) -> None:
         self._scratch = tempfile.TemporaryDirectory(prefix="openrl-vllm-")
@@ -38,16 +39,14 @@ class VllmSide:
         vllm = VllmSpec(scratch / "vllm", python, hang_seconds=600)
         spec = BackendSpec(folder, "cpu", "bfloat16", threads, 0, _ROWS, _KV_TOKENS)
         config = transformers.AutoConfig.from_pretrained(folder)
-        info = ModelInfo(config.vocab_size, _CONTEXT, rank, 0, config.model_type)
+        context = min(_CONTEXT, config.max_position_embeddings)
+        info = ModelInfo(config.vocab_size, context, rank, 0, config.model_type)
         report = DeviceReport("torch", "cpu", "bfloat16", threads, 0)
         opening = plan(spec, vllm, info, report).with_rank(rank)
         self._life = Life(opening, python, vllm, self._woken.set)
         self._life.open()
         adapter = _adapter(folder, scratch / "adapter", rank)
         self._life.send({"op": "adapter", "id": _ADAPTER, "name": "bench", "folder": str(adapter)})
-
-    def train_step(self, batch: Sequence[Example]) -> None:
-        raise NotImplementedError("vLLM does not train")
 
     def sample(self, prompts: Sequence[Tokens], new_tokens: int) -> int:
         """Draw `new_tokens` for each prompt; returns how many tokens came."""
@@ -89,6 +88,8 @@ def _draw(key: str, prompt: Tokens, new_tokens: int) -> Frame:
 def _adapter(folder: Path, into: Path, rank: int) -> Path:
     """A PEFT folder with a fresh adapter for the model."""
     base = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.bfloat16)
-    model: Any = peft.get_peft_model(base, peft.LoraConfig(r=rank, lora_alpha=32, target_modules=_TARGETS))
-    model.save_pretrained(into)
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # PEFT still uses names that transformers has renamed
+        model: Any = peft.get_peft_model(base, peft.LoraConfig(r=rank, lora_alpha=32, target_modules=_TARGETS))
+        model.save_pretrained(into)
     return into

@@ -24,6 +24,22 @@ class Example:
         return len(self.tokens) - 1
 
 
+@dataclass(frozen=True, slots=True)
+class Size:
+    """How much work the parts do: counts of sequences, and lengths in tokens."""
+
+    mixed: tuple[int, int, int] = (64, 32, 512)  # trained sequences, and their least and greatest length
+    short: int = 32  # short trained sequences
+    shared: tuple[int, int] = (16, 512)  # samples of a shared prompt, and its length
+    seconds: float = 30.0  # that each number of jobs is measured for
+    behind: tuple[int, int] = (16, 256)  # trained sequences and their length, beside which small requests are timed
+    flood: int = 512  # samples that come at once
+
+
+FULL = Size()
+SMALL = Size(mixed=(8, 32, 96), short=4, shared=(8, 64), seconds=10.0, behind=(2, 24), flood=64)
+
+
 class Workload:
     """Random tokens for a vocabulary, the same for the same seed."""
 

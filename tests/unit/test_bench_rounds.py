@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -12,7 +13,11 @@ from openrl.bench.jobs import jain
 from openrl.bench.lanes import Lanes, Span
 from openrl.bench.result import Finding, Rates, Result, percentiles
 from openrl.bench.rounds import Side, compare
+from openrl.bench.small import small_model
 from openrl.bench.workload import Example, Tokens, Workload, trained_tokens
+from openrl.errors import SettingsError
+from openrl.models import info
+from openrl_cli.bench import bench
 
 
 @dataclass
@@ -106,3 +111,23 @@ def test_lanes_tell_the_busy_share_and_the_longest_turn() -> None:
     assert lanes.busy == pytest.approx(0.2)
     assert lanes.longest("train") == 0.7
     assert lanes.longest("other") == 0
+
+
+def test_parts_that_need_pytorch_are_refused_on_mlx_before_anything_starts() -> None:
+    pytest.importorskip("mlx_lm")
+    with pytest.raises(SettingsError, match=r"no 'matrix' on MLX") as raised:
+        bench(["train", "matrix"], backend="mps")
+    assert "memory" not in raised.value.hint
+    with pytest.raises(SettingsError, match=r"no 'speed'\."):
+        bench(["speed"], backend="mps")
+
+
+def test_mlx_lm_as_a_side_trains_and_draws_as_many_tokens_as_asked(tmp_path: Path) -> None:
+    pytest.importorskip("mlx_lm")
+    from openrl.bench.plain_mlx import MlxLoop
+
+    folder = small_model(tmp_path / "small")
+    assert info.describe(folder).parameters == 3_672_320
+    loop, work = MlxLoop(folder, rank=2, dtype="float32"), Workload(2048)
+    loop.train_step([*work.even(2, 4), Example(work.sequence(3), masked=1)])
+    assert loop.sample(work.prompts(2, 4), 3) == 6
