@@ -8,7 +8,8 @@ import tinker
 from e2e.conftest import SMOL
 from tinker import types
 
-from support.real_server import datum, ints, logprobs
+from openrl_recipes.local_server import Endpoint
+from support.real_server import datum, ints, logprobs, sampler_state, vllm_arguments
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(600)]
 
@@ -16,8 +17,10 @@ CITIES = ["Paris", "Rome", "Oslo", "Lima", "Cairo", "Delhi", "Tokyo", "Bern", "Q
 HELD_OUT = ["Vienna", "Dublin", "Riga", "Hanoi"]
 
 # In bf16 the trainer's forward is 3e-4 away from float32 after a step and the sampler's 9e-4; in float32 the two agree
-# to 1e-10 (the contract tests' part). S14 calls 1e-3 acceptable and 1e-2 a bug.
+# to 1e-10 (the contract tests' part). S14 calls 1e-3 acceptable and 1e-2 a bug. vLLM rounds the residual stream after
+# each layer, too, and is 1e-3 to 4e-3 away (docs/vllm.md), so there it is the bound of bugs that can be held.
 BF16_NOISE = 1e-3
+SAMPLED_NOISE = 1e-2 if vllm_arguments() else BF16_NOISE
 
 
 def question(city: str) -> str:
@@ -112,12 +115,22 @@ def test_s6_s14_s15_sampler_and_trainer_agree(smol: tinker.ServiceClient) -> Non
     drawn = np.concatenate([np.array(s.logprobs, np.float32) for s in group])
     trained = np.concatenate([logprobs(output, i)[len(prompt) - 1 :] for i in range(len(group))])
     v2 = kl_v2(drawn, trained)
-    assert v2 < BF16_NOISE
+    assert v2 < SAMPLED_NOISE
     assert abs(float(np.mean(drawn - trained))) < 3 * np.sqrt(2 * v2 / len(drawn)) + 1e-3
 
     trainer.optim_step(types.AdamParams(learning_rate=1e-2)).result()
     again = np.array(sampler.compute_logprobs(ints(text)).result()[1:], np.float32)
     assert kl_v2(scored, again) < 1e-6, "a sampler is frozen at its save (S15)"
+
+
+@pytest.mark.skipif(not vllm_arguments(), reason="make test-vllm")
+def test_all_that_was_drawn_above_was_drawn_by_vllm(smol_server: Endpoint) -> None:
+    """It is ready, was not restarted, and nothing is left to our engine for being wrong: neither adapters of the head,
+    nor top-p, nor whole models."""
+    state = sampler_state(smol_server)
+    assert state["engine"].startswith("vLLM "), state
+    assert (state["state"], state["restarts"]) == ("ready", 0), state
+    assert "engine does" not in state["detail"], state
 
 
 def kl_v2(q: np.ndarray, lp: np.ndarray) -> float:

@@ -2,7 +2,8 @@
 
 Run as `fake_vllm.py FOLDER ...`. `FOLDER/lives.json` is a list with what each start is to do (the last one again and
 again); `FOLDER/frames-N.jsonl` has the frames that start N was sent. Token i of a sequence is the seed's last three
-digits + i; an adapter adds 1000 times its number, so that tests see whose weights drew.
+digits + i; an adapter adds 1000 times its number, a whole model 10000 times the last letter of its folder's name ("a"
+is 1), so that tests see whose weights drew.
 """
 
 from __future__ import annotations
@@ -19,7 +20,9 @@ from typing import Any
 
 class Life:
     """One start. `told` may have: "slow" (seconds to the start), "unusable" (why it does not), "crash" or "hang" (at
-    the draw of that number, from 1), "refuse" (adapters), "stray" (ends sequences early), "can"."""
+    the draw of that number, from 1), "mute" (so many draws are never answered), "refuse" (adapters), "stray" (ends
+    sequences early), "can"; "exchange" (what to answer to each change of weights, or "crash"; those beyond the list go
+    well) and "loads" (its seconds)."""
 
     def __init__(self, folder: Path) -> None:
         self.number = len(list(folder.glob("frames-*.jsonl")))
@@ -28,8 +31,11 @@ class Life:
         self.told: dict[str, Any] = lives[min(self.number, len(lives) - 1)]
         self.draws = 0
         self.hangs = False
+        self.loads = False
         self.lock = threading.Lock()
         self.adapters: set[int] = set()
+        self.weights = 0
+        self.exchanges = 0
 
     def receive(self) -> dict[str, Any]:
         head = sys.stdin.buffer.read(4)
@@ -47,6 +53,8 @@ class Life:
 
     def live(self) -> None:
         while not self.hangs:
+            while self.loads:
+                time.sleep(0.01)
             self.send({"op": "alive", "steps": 0, "seconds": 0.0})
             time.sleep(0.2)
 
@@ -72,8 +80,27 @@ class Life:
                 self.adapters.add(frame["id"])
         elif frame["op"] == "forget":
             self.adapters.remove(frame["id"])
+        elif frame["op"] == "weights":
+            self.exchange(frame["folder"])
         elif frame["op"] == "draw":
             self.draw(frame)
+
+    def exchange(self, folder: str | None) -> None:
+        answers: list[Any] = self.told.get("exchange", [])
+        answer = answers[self.exchanges] if self.exchanges < len(answers) else {}
+        self.exchanges += 1
+        self.adapters.clear()
+        self.loads = True
+        self.send({"op": "loading"})
+        time.sleep(self.told.get("loads", 0))
+        if answer == "crash":
+            print("a fault of the disk", file=sys.stderr, flush=True)
+            os._exit(3)
+        self.loads = False
+        told = {"op": "weights", "error": "", "able": True, "whole": True, **answer}
+        good = told["able"] and not told["error"]
+        self.weights = ord(folder[-1]) - ord("a") + 1 if folder and good else 0
+        self.send(told)
 
     def draw(self, frame: dict[str, Any]) -> None:
         self.draws += 1
@@ -83,10 +110,12 @@ class Life:
         if self.draws == self.told.get("hang"):
             self.hangs = True
             time.sleep(3600)
+        if self.draws <= self.told.get("mute", 0):
+            return
         if frame["adapter"] is not None and frame["adapter"] not in self.adapters:
             self.send({"op": "failed", "key": frame["key"], "error": "its adapter could not be loaded"})
             return
-        base = frame["seed"] % 1000 + 1000 * (frame["adapter"] or 0)
+        base = frame["seed"] % 1000 + 1000 * (frame["adapter"] or 0) + 10_000 * self.weights
         tokens = [base + i for i in range(frame["max_tokens"])]
         stopped = next((i + 1 for i, token in enumerate(tokens) if token in frame["stop"]), len(tokens))
         tokens = tokens[: 1 if self.told.get("stray") else stopped]

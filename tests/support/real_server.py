@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import subprocess
@@ -35,6 +36,13 @@ def vllm_arguments() -> list[str]:
     other half is on E2E_BACKEND, the CPU by default."""
     python, backend = os.environ.get("E2E_VLLM_PYTHON"), os.environ.get("E2E_BACKEND", "cpu")
     return [] if not python else ["--backend", backend, "--sampler", "vllm", "--vllm-python", python]
+
+
+def sampler_state(endpoint: Endpoint) -> dict[str, Any]:
+    """What a server says of the sampler of its first model, if that works apart."""
+    request = urllib.request.Request(f"{endpoint.base_url}/api/v1/status", headers={"X-API-Key": endpoint.api_key})
+    with urllib.request.urlopen(request, timeout=30) as answer:
+        return json.load(answer)["models"][0]["sampler"]
 
 
 def client(endpoint: Endpoint) -> tinker.ServiceClient:

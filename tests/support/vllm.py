@@ -4,9 +4,12 @@ from __future__ import annotations
 
 import os
 import threading
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+import psutil
 import pytest
 
 from openrl.backends.base import Backend, BackendSpec, VllmSpec
@@ -14,10 +17,10 @@ from openrl.backends.cpu import open_backend
 from openrl.backends.torch.adapter_files import to_numpy
 from openrl.backends.torch.lora import Adapter
 from openrl.checkpoints.peft import write_adapter
-from openrl.types import AdapterRef
+from openrl.types import AdapterRef, SampledSequence
 from support import tiny
 from support.apart import Driver
-from support.sampling import World
+from support.sampling import Ask, World, log_softmax
 
 VARIABLE = "E2E_VLLM_PYTHON"
 
@@ -58,15 +61,63 @@ def spec(folder: Path, scratch: Path, python: Path, woken: threading.Event, **ch
 
 
 class VllmWorld:
-    """A tiny model as `World` has it, its adapters as folders, and a backend whose sampler is the real vLLM."""
+    """A tiny model as `World` has it, its adapters as folders, and a backend whose sampler is the real vLLM. `wholes`
+    are two checkpoints of all parameters, each with a twin of its own."""
 
     def __init__(self, folder: Path, family: str, python: Path, **changes: Any) -> None:
         self.reference = World(tiny.build(folder / "model", family, **changes), None)
         self.adapters = {name: write(one, folder / name) for name, one in self.reference.adapters.items()}
+        self.wholes: dict[str, AdapterRef] = {}
+        self.twins: dict[str, World] = {}
+        for seed, name in enumerate(("whole-a", "whole-b"), start=10):
+            at = tiny.build_uneven(folder / name, family, seed=seed, **changes)
+            self.wholes[name] = AdapterRef(name, at)
+            self.twins[name] = World(at, None)
         woken = threading.Event()
-        self.backend: Backend = open_backend(spec(self.reference.folder, folder / "scratch", python, woken))
+        self.scratch = folder / "scratch"
+        self.backend: Backend = open_backend(spec(self.reference.folder, self.scratch, python, woken))
         self.sampler: Any = self.backend.sample
         self.driver = Driver(self.backend.sample, woken)
 
+    def ref(self, name: str | None) -> AdapterRef | None:
+        """What a sampler of this name draws from; None: the base model."""
+        return None if name is None else self.adapters.get(name) or self.wholes[name]
+
+    def logits(self, tokens: Sequence[int], name: str | None) -> np.ndarray[Any, Any]:
+        """Logits [N, V] of a whole sequence under an adapter's, a whole model's or the base model's weights."""
+        if name in self.twins:
+            return self.twins[name].logits(tokens, None)
+        return self.reference.logits(tokens, name)
+
+    @property
+    def taken(self) -> list[str]:
+        """The whole models whose weights vLLM took, in its present life."""
+        lines = (self.scratch / "vllm.log").read_text().splitlines()
+        return [
+            Path(line.split()[2][:-1]).name for line in lines if line.startswith("weights of /") and "taken" in line
+        ]
+
+    def kill(self) -> None:
+        """End vLLM as the kernel would."""
+        (process,) = [child for child in psutil.Process().children() if str(self.scratch) == child.cwd()]
+        process.kill()
+
     def close(self) -> None:
         self.sampler.close()
+
+
+def scaled(world: VllmWorld, ask: Ask, sequence: SampledSequence) -> np.ndarray[Any, Any]:
+    """[T, V] log-probabilities at the request's temperature of what was drawn, before top-k and top-p."""
+    tokens = ask.payload.prompt.tolist() + sequence.tokens.tolist()
+    heat = ask.payload.params.temperature or 1.0
+    return log_softmax(world.logits(tokens, ask.adapter)[len(ask.payload.prompt) - 1 : -1] / heat)
+
+
+def check(world: VllmWorld, ask: Ask, sequence: SampledSequence, atol: float = 2e-4) -> None:
+    table = scaled(world, ask, sequence)
+    np.testing.assert_allclose(sequence.logprobs, table[np.arange(len(table)), sequence.tokens], atol=atol)
+
+
+def draw(world: VllmWorld, asks: list[Ask]) -> list[tuple[SampledSequence, ...]]:
+    pairs = [(ask.payload, world.ref(ask.adapter)) for ask in asks]
+    return [output.sequences for output in world.driver.draw_all(pairs)]

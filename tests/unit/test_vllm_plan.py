@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import json
 import sys
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from openrl.backends.base import BackendSpec, VllmSpec
-from openrl.backends.vllm.attach import wanted
+from openrl.backends.base import Backend, BackendSpec, VllmSpec
+from openrl.backends.vllm.attach import attach, training_half, wanted
+from openrl.backends.vllm.child.opening import arguments
 from openrl.backends.vllm.plan import plan, python_of, training_share
 from openrl.errors import ModelError, SettingsError
 from openrl.settings import resolve
@@ -49,6 +50,12 @@ def test_on_a_cpu_the_cache_holds_max_kv_tokens(spec: BackendSpec) -> None:
     assert opening(replace(spec, max_kv_tokens=256), CPU).context == 256
 
 
+def test_on_a_cpu_a_place_for_adapters_stays_empty(spec: BackendSpec) -> None:
+    """vLLM's build for CPUs computes sequences without an adapter with what lies in the last place."""
+    places = [arguments(asdict(opening(spec, device)))["max_loras"] for device in (CPU, GPU)]
+    assert places == [opening(spec, CPU).adapters + 1, opening(spec, GPU).adapters]
+
+
 def test_one_gpu_is_split_and_two_are_not(spec: BackendSpec) -> None:
     shared, own = opening(spec, GPU), opening(spec, GPU, gpu=1)
     assert (shared.fraction, shared.gpu) == (0.45, 0)
@@ -58,6 +65,8 @@ def test_one_gpu_is_split_and_two_are_not(spec: BackendSpec) -> None:
     assert vllm is not None
     assert training_share(vllm, "cuda:0") == pytest.approx(0.55)
     assert training_share(replace(vllm, gpu=1), "cuda:0") == 1.0
+    several = replace(GPU, device="cuda:0-3; sampling gathers layers")
+    assert (opening(spec, several).gpu, opening(spec, several, gpu=4).fraction) == (0, 0.9)
     assert "45%" in shared.where
 
 
@@ -90,6 +99,19 @@ def test_who_samples(spec: BackendSpec, monkeypatch: pytest.MonkeyPatch) -> None
         assert (wanted(asked, "cpu"), wanted(asked, "cuda:0")) == wants, (sampler, found)
 
 
+def test_mixtures_are_our_engine_s(spec: BackendSpec, caplog: pytest.LogCaptureFixture) -> None:
+    """vLLM reads experts' adapters in another form (A10). Where it was not asked for by name, that costs nothing."""
+    info = replace(INFO, family="qwen3_moe")
+    nothing: Any = object()
+    backend = Backend(info, CPU, train=nothing, sample=nothing)
+    assert spec.vllm is not None
+    named = replace(spec, sampler="auto", vllm=replace(spec.vllm, python=Path(sys.executable)))
+    assert attach(backend, named) is backend
+    assert "our own engine samples" in caplog.text
+    with pytest.raises(ModelError, match="does not sample 'qwen3_moe'"):
+        attach(backend, replace(spec, sampler="vllm"))
+
+
 def test_a_python_without_vllm_is_told_what_to_do(spec: BackendSpec, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
     assert spec.vllm is not None
@@ -109,3 +131,11 @@ def test_settings_by_variable(tmp_path: Path) -> None:
     engine = resolve({"data_dir": str(tmp_path), "engine.vllm_gpu": "1"}, env, None).settings.engine
     assert (engine.sampler, engine.vllm_python, engine.vllm_gpu) == ("vllm", Path("/opt/python"), 1)
     assert (engine.vllm_memory_fraction, engine.vllm_hang_seconds) == (0.3, 120.0)
+
+
+def test_the_training_half_knows_who_samples(spec: BackendSpec) -> None:
+    """On several devices it then keeps no copy of the base for that."""
+    assert training_half(spec, "cpu").sampler == "engine"
+    given = replace(spec, sampler="auto", vllm=VllmSpec(spec.folder / "scratch", Path("/opt/python")))
+    assert training_half(given, "cpu").sampler == "vllm"
+    assert training_half(replace(spec, sampler="engine"), "cuda").device == "cuda"

@@ -6,35 +6,15 @@ in it is.
 
 from __future__ import annotations
 
-from typing import Any
-
 import numpy as np
 import pytest
 
-from openrl.types import SampledSequence
 from support.sampling import Ask, log_softmax, payload
-from support.vllm import VllmWorld, vllm_python, write
+from support.vllm import VllmWorld, check, draw, scaled, vllm_python, write
 
 pytestmark = [pytest.mark.vllm, pytest.mark.timeout(1200)]
 
 PROMPT = [5, 17, 40, 3, 22]
-
-
-def scaled(world: VllmWorld, ask: Ask, sequence: SampledSequence) -> np.ndarray[Any, Any]:
-    """[T, V] log-probabilities at the request's temperature of what was drawn, before top-k and top-p."""
-    tokens = ask.payload.prompt.tolist() + sequence.tokens.tolist()
-    heat = ask.payload.params.temperature or 1.0
-    return log_softmax(world.reference.logits(tokens, ask.adapter)[len(ask.payload.prompt) - 1 : -1] / heat)
-
-
-def check(world: VllmWorld, ask: Ask, sequence: SampledSequence, atol: float = 2e-4) -> None:
-    table = scaled(world, ask, sequence)
-    np.testing.assert_allclose(sequence.logprobs, table[np.arange(len(table)), sequence.tokens], atol=atol)
-
-
-def draw(world: VllmWorld, asks: list[Ask]) -> list[tuple[SampledSequence, ...]]:
-    pairs = [(ask.payload, world.adapters[ask.adapter] if ask.adapter else None) for ask in asks]
-    return [output.sequences for output in world.driver.draw_all(pairs)]
 
 
 @pytest.mark.parametrize("temperature", [0.7, 1.0, 1.3])
@@ -143,28 +123,35 @@ def test_prompts_are_scored_with_the_adapter_of_the_head_s5(llama: VllmWorld) ->
 
 
 def test_adapters_come_and_go(llama: VllmWorld) -> None:
-    """More adapters than vLLM has room for, among them one under new weights: each request draws from its own."""
+    """More adapters than vLLM has room for, among them one under new weights: each request draws from its own, and
+    those of the base model from none."""
     for seed in range(3, 14):
         name = f"adapter-{seed}"
         llama.reference.adapters[name] = llama.reference.make_adapter(seed)
         folder = llama.adapters["a"].folder.parent / name
         llama.adapters[name] = write(llama.reference.adapters[name], folder)
-    asks = [Ask(payload(PROMPT, max_tokens=4, temperature=0.0, stop=()), f"adapter-{seed}") for seed in range(3, 14)]
+    names = [None, *(f"adapter-{seed}" for seed in range(3, 14)), None]
+    asks = [Ask(payload(PROMPT, max_tokens=4, temperature=0.0, stop=()), name) for name in names]
     for ask, (sequence,) in zip(asks, draw(llama, asks), strict=True):
         check(llama, ask, sequence)
+    ((sequence,),) = draw(llama, asks[:1])
+    check(llama, asks[0], sequence)  # alone, when there is an adapter in every place
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", False), ("qwen3", True), ("gemma3", True)])
 def test_families(tmp_path_factory: pytest.TempPathFactory, family: str, tied: bool) -> None:
-    """Adapters of all layers and of the head are in what is drawn, whoever draws it."""
+    """Adapters of all layers and of the head are in what is drawn, whoever draws it; so are whole models' weights,
+    which vLLM takes in place (tied heads, packed matrices, norms)."""
     world = VllmWorld(tmp_path_factory.mktemp(family), family, vllm_python(), tied=tied, head_dim=32)
     try:
         asks = [
             Ask(payload(PROMPT, 2, max_tokens=30, seed=1, temperature=0.7, top_p=0.9, stop=()), name)
-            for name in (None, "a", "b")
+            for name in (None, "whole-a", "a", "b", "whole-b")
         ]
         for ask, sequences in zip(asks, draw(world, asks), strict=True):
             for sequence in sequences:
                 check(world, ask, sequence)
+        assert world.sampler.report.restarts == 0
+        assert world.taken == ["whole-a", "whole-b"]
     finally:
         world.close()

@@ -2,19 +2,17 @@
 
 from __future__ import annotations
 
-import json
 import time
-import urllib.request
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import psutil
 import pytest
+import tinker
 from tinker import types
 
 from support import tiny
-from support.real_server import KillableServer, client, datum, ints, logprobs
+from support.real_server import KillableServer, client, datum, ints, logprobs, sampler_state
 from support.tokenizers import save_byte_tokenizer
 from support.vllm import vllm_python
 
@@ -32,18 +30,13 @@ def server(tmp_path: Path) -> KillableServer:
     return KillableServer([*arguments, "--vllm-python", str(python)], tmp_path / "server.log")
 
 
-def sampler_state(server: KillableServer) -> dict[str, Any]:
-    """What the server says of its sampler."""
-    request = urllib.request.Request(f"{server.own.base_url}/api/v1/status", headers={"X-API-Key": server.own.api_key})
-    with urllib.request.urlopen(request, timeout=30) as answer:
-        return json.load(answer)["models"][0]["sampler"]
-
-
 def vllm_process(server: KillableServer) -> psutil.Process:
-    return next(p for p in server.workers() if any("vllm/child.py" in part for part in p.cmdline()))
+    return next(p for p in server.workers() if any(part.endswith("vllm/child") for part in p.cmdline()))
 
 
-def test_trained_weights_are_sampled_by_vllm_and_its_death_costs_nothing(server: KillableServer) -> None:
+def test_trained_weights_are_sampled_by_vllm_and_its_death_costs_nothing(
+    server: KillableServer, tmp_path: Path
+) -> None:
     """S6, S15: drawn logprobs are the trainer's, after each step; a killed vLLM is started again and draws what was in
     hand; it ends with the server."""
     with server:
@@ -58,7 +51,10 @@ def test_trained_weights_are_sampled_by_vllm_and_its_death_costs_nothing(server:
             output = trainer.forward([datum(PROMPT + list(s.tokens)) for s in drawn], "cross_entropy").result()
             for i, sequence in enumerate(drawn):
                 np.testing.assert_allclose(sequence.logprobs, logprobs(output, i)[len(PROMPT) - 1 :], atol=5e-4)
-        state = sampler_state(server)
+        exact_versions_of_a_whole_model(service, sampler)
+        log = tmp_path / "data" / "vllm" / "local--tiny" / "vllm.log"
+        assert log.read_text().count(": taken") >= 4
+        state = sampler_state(server.own)
         assert state["engine"].startswith("vLLM "), state
         assert (state["state"], state["restarts"]) == ("ready", 0)
 
@@ -71,9 +67,31 @@ def test_trained_weights_are_sampled_by_vllm_and_its_death_costs_nothing(server:
         assert all(len(tokens) == 200 for sequences in results for tokens in sequences)
         begun = [[tokens[:20] for tokens in sequences] for sequences in results]
         assert begun[0] == begun[1] == begun[2] == begun[3], "seeds outlive a restart (S11)"
-        state = sampler_state(server)
+        state = sampler_state(server.own)
         assert (state["state"], state["restarts"]) == ("ready", 1)
         service.close("success")
         last = vllm_process(server)
     psutil.wait_procs([last], timeout=20)
     assert not last.is_running()
+
+
+def exact_versions_of_a_whole_model(service: tinker.ServiceClient, adapter: tinker.SamplingClient) -> None:
+    """S15, F5: each sampler of a run that trains all parameters draws by the weights of its save, also when later
+    ones, and an adapter of the base model, were sampled in between."""
+    trainer = service.create_lora_training_client("local/tiny", rank=0).result()
+    params = types.SamplingParams(max_tokens=12, temperature=1.0, seed=5, stop=[])
+    wanted: list[tuple[tinker.SamplingClient, list[int], list[float]]] = []
+    for _ in range(2):
+        trainer.forward_backward([datum(PROMPT * 3)], "cross_entropy")
+        trainer.optim_step(types.AdamParams(learning_rate=0.01)).result()
+        sampler = trainer.save_weights_and_get_sampling_client().result()
+        (drawn,) = sampler.sample(ints(PROMPT), 1, params).result().sequences
+        output = trainer.forward([datum(PROMPT + list(drawn.tokens))], "cross_entropy").result()
+        np.testing.assert_allclose(drawn.logprobs, logprobs(output)[len(PROMPT) - 1 :], atol=5e-4)
+        wanted.append((sampler, list(drawn.tokens), list(drawn.logprobs or [])))
+    assert wanted[0][1:] != wanted[1][1:]
+    adapter.sample(ints(PROMPT), 2, params).result()
+    for sampler, tokens, values in wanted:
+        (again,) = sampler.sample(ints(PROMPT), 1, params).result().sequences
+        assert list(again.tokens) == tokens
+        np.testing.assert_allclose(again.logprobs, values, atol=1e-4)

@@ -23,14 +23,15 @@ _FIRST_NUMBER = 2  # the child's own probe has 1
 
 @dataclass(frozen=True, slots=True)
 class Traits:
-    """What decides whether vLLM can have an adapter."""
+    """What decides whether vLLM can have a checkpoint: an adapter, or a whole model that fits."""
 
     rank: int
     head: bool
+    whole: bool = False
 
 
 def traits(folder: Path) -> Traits | None:
-    """Of the adapter in a folder; None where there is none that can be read: a whole model, or a damaged checkpoint."""
+    """Of the adapter in a folder; None where there is none that can be read."""
     try:
         rank = read_config(folder / CONFIG_FILE)["r"]
         with safe_open(folder / ADAPTER_FILE, framework="np") as opened:

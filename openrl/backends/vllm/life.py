@@ -7,7 +7,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -25,15 +25,18 @@ log = logging.getLogger(__name__)
 _FIRST_PAUSE, _LONGEST_PAUSE = 1.0, 60.0  # seconds before a start that follows a failure
 _HOPELESS = 5  # failures in a row, without a token between them, after which samples are refused
 _START_SECONDS = 1800.0  # loading, compiling, capturing graphs
+_IN_WORDS = {"truncated": "top-p and top-k", "head": "adapters of the head", "weights": "whole models"}
 
 
 @dataclass(frozen=True, slots=True)
 class Skills:
-    """What the child's probe found this vLLM to get right with this model (see `child.Probe`)."""
+    """What this vLLM was found to get right with this model: by the child's `Probe`, `weights` when it was first to
+    take others (`child.weights`)."""
 
     temperature: bool
     truncated: bool
     head: bool
+    weights: bool = True
 
 
 class Life:
@@ -42,6 +45,7 @@ class Life:
     def __init__(self, opening: Opening, python: Path, spec: VllmSpec, wake: Callable[[], None]) -> None:
         self.opening = opening
         self.skills = Skills(temperature=False, truncated=False, head=False)
+        self._weights = True  # whether it gets other weights right
         self._python = python
         self._spec = spec
         self._wake = wake
@@ -116,12 +120,21 @@ class Life:
 
     def widen(self, rank: int) -> None:
         """End this vLLM and start one with room for adapters of `rank`."""
-        assert self._child is not None
-        log.warning("vLLM is started again with room for adapters of rank %d", rank)
         self.opening = self.opening.with_rank(rank)
+        self.renew(f"to make room for adapters of rank {rank}")
+
+    def renew(self, purpose: str) -> None:
+        """End this vLLM and start another."""
+        assert self._child is not None
+        log.warning("vLLM is started again %s", purpose)
         self.planned = True
-        self._state, self._detail = "restarting", f"to make room for adapters of rank {rank}"
+        self._state, self._detail = "restarting", purpose
         self._child.kill()
+
+    def lose_weights(self) -> None:
+        """It gets other weights wrong: no vLLM of this kind is to take them again."""
+        self._weights = False
+        self._tell_skills(replace(self.skills, weights=False))
 
     def fault(self) -> BackendFault:
         """Why nothing can be drawn."""
@@ -180,10 +193,13 @@ class Life:
 
     def _begin(self, frame: Frame) -> None:
         self._version = frame["vllm"]
-        self.skills = Skills(**frame["can"])
         self._state, self._detail = "ready", ""
-        left = [name for name, able in frame["can"].items() if not able]
-        if left:
+        self._tell_skills(Skills(**frame["can"], weights=self._weights))
+
+    def _tell_skills(self, skills: Skills) -> None:
+        self.skills = skills
+        left = [_IN_WORDS.get(name, name) for name, able in asdict(skills).items() if not able]
+        if left and self.ready:
             self._detail = f"{self.opening.where}; openrl's engine does what it gets wrong: {', '.join(left)}"
             log.warning("vLLM %s with this model: %s", self._version, self._detail)
 

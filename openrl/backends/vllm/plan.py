@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import re
 import sys
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -115,7 +116,9 @@ def _has_own(vllm: VllmSpec, device: str) -> bool:
 
 
 def _index(device: str) -> int:
-    return int(device.partition(":")[2] or 0)
+    """Of the first GPU in "cuda:0", or "cuda:0-3" and what else is said of it."""
+    digits = re.match(r"cuda:(\d+)", device)
+    return int(digits[1]) if digits else 0
 
 
 def _config(folder: Path) -> dict[str, Any]:

@@ -21,7 +21,7 @@ from typing import IO, Any
 
 Frame = dict[str, Any]
 
-SCRIPT = Path(__file__).with_name("child.py")
+SCRIPT = Path(__file__).with_name("child")  # run as a folder
 _LENGTH = struct.Struct(">I")
 _WATCH_SECONDS = 0.5
 _TAIL_BYTES = 1 << 16
@@ -33,10 +33,12 @@ class Child:
     def __init__(
         self, command: Sequence[str], log: Path, wake: Callable[[], None], silence: float, start: float
     ) -> None:
-        """Start it. It is killed if it sends nothing for `silence` seconds, or `start` before its first frame."""
+        """Start it. It is killed if it sends nothing for `silence` seconds, or for `start` seconds before its first
+        frame and while it is loading."""
         self._log = log
         self._wake = wake
         self._silence = silence
+        self._start = start
         self._allowed = start
         self._outbox: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
         self._inbox: queue.SimpleQueue[Frame] = queue.SimpleQueue()
@@ -130,9 +132,11 @@ class Child:
         pipe = self._process.stdout
         assert pipe is not None
         while (frame := _receive(pipe)) is not None:
-            self._heard, self._allowed = time.monotonic(), self._silence
-            self._inbox.put(frame)
-            self._wake()
+            self._heard = time.monotonic()
+            self._allowed = self._start if frame["op"] == "loading" else self._silence
+            if frame["op"] != "loading":
+                self._inbox.put(frame)
+                self._wake()
         pipe.close()
         self._process.wait()
         self._outbox.put(None)

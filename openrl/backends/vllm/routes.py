@@ -5,17 +5,23 @@ Never silently wrong: whatever vLLM would answer in another way than the engine 
 
 from __future__ import annotations
 
+import logging
 from collections import OrderedDict
 from dataclasses import replace
 
 from openrl.backends.base import SampleJob
 from openrl.backends.vllm.adapters import Traits, traits
 from openrl.backends.vllm.life import Skills
+from openrl.backends.vllm.turns import BASE
+from openrl.backends.vllm.wholes import Wholes
+from openrl.checkpoints.full import is_full
 from openrl.types import AdapterRef, SamplePayload
+
+log = logging.getLogger(__name__)
 
 # Below it vLLM takes another temperature than it is given.
 LEAST_TEMPERATURE = 0.01
-_REMEMBERED = 256  # adapters whose files were looked at
+_REMEMBERED = 256  # checkpoints whose files were looked at
 
 
 def asks_of_prompt(payload: SamplePayload) -> bool:
@@ -36,9 +42,10 @@ def prompt_part(job: SampleJob) -> SampleJob:
 
 
 class Routes:
-    """Decides by what a vLLM can do; remembers adapters that it could not load."""
+    """Decides by what a vLLM can do; remembers checkpoints that it could not load."""
 
-    def __init__(self) -> None:
+    def __init__(self, wholes: Wholes) -> None:
+        self._wholes = wholes
         self._traits: OrderedDict[str, Traits | None] = OrderedDict()
         self._refused: set[str] = set()
 
@@ -59,17 +66,29 @@ class Routes:
         found = self._look(ref)
         return found.rank if found else 0
 
+    def weights(self, ref: AdapterRef | None) -> str:
+        """Whose weights vLLM must hold to draw from this, as `turns` names them."""
+        return ref.key if ref is not None and (found := self._look(ref)) and found.whole else BASE
+
     def refuse(self, key: str) -> None:
-        """vLLM could not load this adapter."""
+        """vLLM could not load this checkpoint."""
         self._refused.add(key)
 
     def _takes(self, ref: AdapterRef, skills: Skills) -> bool:
         found = self._look(ref)
-        return found is not None and (skills.head or not found.head) and ref.key not in self._refused
+        if found is None or ref.key in self._refused:
+            return False
+        return skills.weights if found.whole else skills.head or not found.head
 
     def _look(self, ref: AdapterRef) -> Traits | None:
         if ref.key not in self._traits:
-            self._traits[ref.key] = traits(ref.folder)
+            self._traits[ref.key] = self._whole(ref) if is_full(ref.folder) else traits(ref.folder)
             if len(self._traits) > _REMEMBERED:
                 self._traits.popitem(last=False)
         return self._traits[ref.key]
+
+    def _whole(self, ref: AdapterRef) -> Traits | None:
+        why = self._wholes.misfit(ref.folder)
+        if why:
+            log.warning("vLLM cannot take the weights of %s: %s; our engine samples from them", ref.key, why)
+        return None if why else Traits(rank=0, head=False, whole=True)

@@ -3,6 +3,9 @@
 vLLM works in a process of its own, so `step` only takes what has come, sends what can go, and gives the engine a turn.
 Stop rules are our engine's (S8, S9), applied to the tokens as they come. Seeds are vLLM's own: a request draws the
 same tokens again from the same vLLM, but others than our engine would.
+
+vLLM holds one set of weights: the base model's, for itself and its adapters, or those of a checkpoint that is a whole
+model. Others take their place while it runs (`turns` has the rule); what waits for them is sent once they are there.
 """
 
 from __future__ import annotations
@@ -12,7 +15,6 @@ import math
 import secrets
 import time
 from collections import OrderedDict
-from dataclasses import dataclass, field, replace
 from typing import Any
 
 from openrl.backends.base import SampleBackend, SampleJob, Spent
@@ -20,52 +22,36 @@ from openrl.backends.common.sample_checks import check_payload
 from openrl.backends.common.sequences import Job, Sequence, row_knobs
 from openrl.backends.common.stops import Stops
 from openrl.backends.vllm.adapters import Shelf
+from openrl.backends.vllm.draws import Draw, draw_frame
 from openrl.backends.vllm.life import Life
 from openrl.backends.vllm.process import Frame
 from openrl.backends.vllm.routes import Routes, asks_of_prompt, prompt_part
+from openrl.backends.vllm.turns import BASE, Turns
+from openrl.backends.vllm.wholes import Wholes
 from openrl.errors import BackendFault, BadRequest, OpenRLError
 from openrl.types import RequestId, SampleOutput, SamplerReport
 
 log = logging.getLogger(__name__)
 
 _DEATHS = 3  # of vLLM with a request in hand, after which the request is what kills it
-_SEEDS = (1 << 63) - 1  # vLLM's seeds are int64, and -1 means none
 
 Finished = list[tuple[RequestId, SampleOutput | OpenRLError]]
 
 
-@dataclass(slots=True, eq=False)
-class _Draw:
-    """A request that vLLM draws. `rows` are its sequences by the key that vLLM knows them by, until they are whole."""
-
-    job: Job
-    seed: int
-    scored: bool  # whether the engine computes the prompt's part
-    rows: dict[str, Sequence] = field(default_factory=dict[str, Sequence])
-    sent: bool = False
-    deaths: int = 0
-    prompt: SampleOutput | None = None  # that part
-
-    @property
-    def done(self) -> bool:
-        return self.job.done and (self.prompt is not None or not self.scored)
-
-    def output(self) -> SampleOutput:
-        drawn = self.job.output()
-        return drawn if self.prompt is None else replace(self.prompt, sequences=drawn.sequences)
-
-
 class VllmSampler:
-    """Implements `SampleBackend` and `Apart`. `engine` is our own sampler, over the training half's weights."""
+    """Implements `SampleBackend` and `Apart`. `engine` is our own sampler, over the training half's weights; `wholes`
+    knows which whole models vLLM can take."""
 
-    def __init__(self, life: Life, engine: SampleBackend, stops: Stops) -> None:
+    def __init__(self, life: Life, engine: SampleBackend, stops: Stops, wholes: Wholes) -> None:
         self._life = life
         self._engine = engine
         self._stops = stops
         self._shelf = Shelf(life.opening.adapters)
-        self._routes = Routes()
-        self._draws: OrderedDict[RequestId, _Draw] = OrderedDict()
-        self._keys: dict[str, _Draw] = {}  # of sequences that vLLM has
+        self._routes = Routes(wholes)
+        self._wholes = wholes
+        self._turns = Turns()
+        self._draws: OrderedDict[RequestId, Draw] = OrderedDict()
+        self._keys: dict[str, Draw] = {}  # of sequences that vLLM has
         self._number = 0
         self._finished: Finished = []
         self._spent: list[Spent] = []
@@ -84,8 +70,9 @@ class VllmSampler:
 
     @property
     def waiting(self) -> int:
-        """Sequences that have no row yet."""
-        return self._engine.waiting + sum(len(draw.rows) for draw in self._draws.values()) - len(self._rows())
+        """Sequences that have no row yet, but for those of other weights: nobody has to wait for these."""
+        near = [draw for draw in self._draws.values() if draw.weights == self._turns.holds]
+        return self._engine.waiting + sum(len(draw.rows) for draw in near) - len(self._rows())
 
     def _rows(self) -> list[RequestId]:
         """The request of each sequence that has a row at vLLM, which takes them in their order."""
@@ -142,7 +129,7 @@ class VllmSampler:
 
     # ---- intake ----
 
-    def _draw(self, job: SampleJob) -> _Draw:
+    def _draw(self, job: SampleJob) -> Draw:
         payload = job.payload
         check_payload(payload, self._life.opening.vocab)
         self._stops.check(payload.params.stop)
@@ -155,7 +142,7 @@ class VllmSampler:
             scores=None,
             results=[None] * payload.num_samples,
         )
-        draw = _Draw(entry, seed, asks_of_prompt(payload))
+        draw = Draw(entry, seed, self._routes.weights(job.adapter), asks_of_prompt(payload))
         self._renew(draw)
         return draw
 
@@ -170,7 +157,7 @@ class VllmSampler:
             )
         return max_tokens or context - prompt
 
-    def _renew(self, draw: _Draw) -> None:
+    def _renew(self, draw: Draw) -> None:
         """Give a job's sequences, those not whole, fresh beginnings under keys that were never used."""
         job, stop = draw.job, draw.job.source.payload.params.stop
         draw.rows, draw.sent = {}, False
@@ -183,13 +170,13 @@ class VllmSampler:
     # ---- to vLLM ----
 
     def _feed(self) -> None:
-        """Send the jobs that have not gone yet, as far as there is room for their adapters."""
-        if not self._life.ready:
+        """Send the jobs whose turn it is and that have not gone yet, as far as there is room for their adapters."""
+        if not self._life.ready or not self._ready_to_send():
             return
         in_use = {draw.job.adapter_key for draw in self._draws.values() if draw.sent}
-        for draw in [draw for draw in self._draws.values() if not draw.sent]:
+        for draw in [d for d in self._draws.values() if not d.sent and self._turns.has(d.job.request)]:
             ref, number = draw.job.source.adapter, None
-            if ref is not None:
+            if ref is not None and draw.weights == BASE:
                 if self._routes.rank(ref) > self._life.opening.rank:
                     self._life.widen(self._routes.rank(ref))
                     return
@@ -202,32 +189,41 @@ class VllmSampler:
                 in_use.add(ref.key)
             self._send(draw, number)
 
-    def _send(self, draw: _Draw, adapter: int | None) -> None:
+    def _send(self, draw: Draw, adapter: int | None) -> None:
         draw.sent = True
         for key, sequence in draw.rows.items():
             self._keys[key] = draw
-            self._life.send(self._frame(key, sequence, adapter))
+            self._life.send(draw_frame(self._life.opening, key, sequence, adapter))
 
-    def _frame(self, key: str, sequence: Sequence, adapter: int | None) -> Frame:
-        params, knobs, vocab = sequence.job.source.payload.params, sequence.knobs, self._life.opening.vocab
-        stop = self._life.opening.eos if params.stop is None else [id_ for id_ in params.stop if isinstance(id_, int)]
-        drawing = knobs.temperature > 0
-        return {
-            "op": "draw",
-            "key": key,
-            "prompt": sequence.job.prompt,
-            "adapter": adapter,
-            "seed": knobs.seed & _SEEDS,
-            "temperature": knobs.temperature,
-            "top_p": knobs.top_p if drawing else 1.0,
-            "top_k": knobs.top_k if drawing and knobs.top_k < vocab else -1,
-            "max_tokens": sequence.job.limit,
-            "stop": [id_ for id_ in stop if 0 <= id_ < vocab],
-            "top": knobs.top,
-            "stream": any(isinstance(one, str) for one in params.stop or ()),
-        }
+    def _ready_to_send(self) -> bool:
+        """Whether vLLM holds the weights of those whose turn it is; has others loaded when it is time for them."""
+        while not self._turns.loading:
+            queue = [(draw.job.request, draw.weights) for draw in self._draws.values() if draw.rows]
+            wanted = self._turns.take(queue)
+            if wanted is None:
+                return True
+            self._exchange(wanted)
+        return False
 
-    def _withdraw(self, draw: _Draw) -> None:
+    def _exchange(self, weights: str) -> None:
+        """Have vLLM take other weights, for which something waits. Its adapters go with the old ones."""
+        ref = next(draw.job.source.adapter for draw in self._draws.values() if draw.weights == weights)
+        if weights != BASE and ref is not None and (why := self._wholes.misfit(ref.folder)):
+            self._refuse(weights, why)  # its files have gone, or changed, since it was asked for
+            return
+        self._shelf.clear()
+        self._turns.load(weights)
+        folder = None if weights == BASE or ref is None else str(ref.folder.absolute())
+        self._life.send({"op": "weights", "folder": folder})
+
+    def _refuse(self, weights: str, why: str) -> None:
+        """vLLM does not take a whole model: what waits for it is our engine's."""
+        log.warning("vLLM cannot take the weights of %s: %s; our engine samples from them", weights, why)
+        self._routes.refuse(weights)
+        for draw in [draw for draw in self._draws.values() if draw.weights == weights]:
+            self._hand_over(draw)
+
+    def _withdraw(self, draw: Draw) -> None:
         """Make vLLM forget a job."""
         keys = [key for key in draw.rows if self._keys.pop(key, None) is not None]
         draw.rows = {}
@@ -249,10 +245,32 @@ class VllmSampler:
                 log.warning("vLLM cannot load the adapter %s: %s; our engine samples from it", key, frame["error"])
                 if key is not None:
                     self._routes.refuse(key)
+            case "weights":
+                self._exchanged(frame)
+            case "failed" if frame["key"] in self._keys:
+                draw = self._keys[frame["key"]]
+                log.warning("vLLM does not draw %s: %s; our engine does", draw.job.request, frame["error"])
+                self._hand_over(draw)
             case "failed":
-                self._hand_over(frame["key"], frame["error"])
+                pass  # given up meanwhile
             case other:
                 raise BackendFault(f"vLLM's process sent {other!r}, which means nothing.")
+
+    def _exchanged(self, frame: Frame) -> None:
+        """vLLM has taken the weights that were to be loaded, or it has not."""
+        weights = self._turns.holds
+        if frame["able"] and not frame["error"]:
+            self._turns.loaded(weights)
+            return
+        if not frame["able"]:
+            self._life.lose_weights()
+        doomed = {draw.weights for draw in self._draws.values()} if not frame["able"] else {weights}
+        for one in sorted(doomed - {BASE}):
+            self._refuse(one, frame["error"] or "what it computes with other weights is wrong")
+        if frame["whole"]:
+            self._turns.loaded(BASE)
+        elif self._life.ready:  # else it has ended by itself meanwhile
+            self._life.renew("to have the base model's weights again")
 
     def _note(self, frame: Frame) -> None:
         """What vLLM did since it last told, and for whom."""
@@ -276,25 +294,21 @@ class VllmSampler:
         if ended:
             self._fail(draw, BackendFault(f"vLLM ended a sequence after {len(sequence.tokens)} tokens."))
 
-    def _whole(self, draw: _Draw, key: str, ended: bool) -> None:
+    def _whole(self, draw: Draw, key: str, ended: bool) -> None:
         """A sequence is complete; vLLM, which need not know of our stop, is told if it goes on."""
         del draw.rows[key], self._keys[key]
         if not ended and self._life.ready:
             self._life.send({"op": "cancel", "keys": [key]})
         self._settle(draw)
 
-    def _settle(self, draw: _Draw) -> None:
+    def _settle(self, draw: Draw) -> None:
         if draw.done:
             del self._draws[draw.job.request]
             self._finished.append((draw.job.request, draw.output()))
 
-    def _hand_over(self, key: str, why: str) -> None:
+    def _hand_over(self, draw: Draw) -> None:
         """vLLM will not draw this: our engine does."""
-        draw = self._keys.get(key)
-        if draw is None:
-            return
         request = draw.job.request
-        log.warning("vLLM does not draw %s: %s; our engine does", request, why)
         self.cancel(request)
         try:
             self._engine.add(draw.job.source)
@@ -303,10 +317,13 @@ class VllmSampler:
 
     def _begin_again(self) -> None:
         """vLLM is gone, with all that it had in hand: the next one draws it again, with the same seeds."""
+        loading = self._turns.holds if self._turns.loading else BASE
         self._shelf.clear()
+        self._turns.clear()
         self._keys.clear()
         for draw in list(self._draws.values()):
-            draw.deaths += draw.sent and not self._life.planned
+            in_hand = draw.sent or draw.weights == loading != BASE
+            draw.deaths += in_hand and not self._life.planned
             if self._life.hopeless:
                 self._fail(draw, self._life.fault())
             elif draw.deaths >= _DEATHS:
@@ -314,7 +331,7 @@ class VllmSampler:
             else:
                 self._renew(draw)
 
-    def _fail(self, draw: _Draw, error: OpenRLError) -> None:
+    def _fail(self, draw: Draw, error: OpenRLError) -> None:
         self.cancel(draw.job.request)
         self._finished.append((draw.job.request, error))
 
