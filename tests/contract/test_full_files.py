@@ -16,7 +16,7 @@ import torch
 from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
-from openrl.backends.torch.training import Training
+from openrl.backends.common.training import Training
 from openrl.checkpoints.archive import archive
 from openrl.errors import BadRequest
 from openrl.types import AdamParams, RunId, TrainPayload
@@ -31,8 +31,8 @@ Folders = Callable[..., Path]
 
 
 @pytest.fixture
-def full(model_folder: Folders) -> Training:
-    return full_run(model_folder("llama"))
+def full(engine: str, model_folder: Folders) -> Training:
+    return full_run(model_folder("llama"), engine=engine)
 
 
 @pytest.fixture
@@ -63,10 +63,10 @@ def hf_logprobs(folder: Path, payload: TrainPayload) -> np.ndarray:
     return torch.log_softmax(logits, dim=1).gather(1, targets)[:, 0].numpy()
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_c2_c4_bit_exact_and_the_next_step_too(dtype: torch.dtype, model_folder: Folders, folder: Path) -> None:
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_c2_c4_bit_exact_and_the_next_step_too(engine: str, dtype: str, model_folder: Folders, folder: Path) -> None:
     """C2, C4, O11: saving changes nothing; masters, logprobs and the next step after loading are the same bits."""
-    held = full_run(model_folder("llama"), dtype)
+    held = full_run(model_folder("llama"), dtype, engine=engine)
     trained(held)
     forward_backward(held, ce(9, seed=50))
     before = held.parameters(RUN), held.gradients(RUN)
@@ -85,12 +85,12 @@ def test_c2_c4_bit_exact_and_the_next_step_too(dtype: torch.dtype, model_folder:
     assert same(held.parameters(FRESH), stepped)
 
 
-def test_c6_resume(model_folder: Folders, folder: Path) -> None:
+def test_c6_resume(engine: str, model_folder: Folders, folder: Path) -> None:
     """C6: 4 steps equal 2, save, another trainer, load with optimizer, 2 more; m, v and t are the same bits."""
-    held = full_run(model_folder("qwen3"))
+    held = full_run(model_folder("qwen3"), engine=engine)
     trained(held)
     held.save(RUN, folder, optimizer=True, gradients=False)
-    other = full_run(model_folder("qwen3"))
+    other = full_run(model_folder("qwen3"), engine=engine)
     other.load(RUN, folder, optimizer=True)
     for one in (held, other):
         trained(one, start=2)
@@ -119,9 +119,11 @@ def test_g10_o12_weights_only(full: Training, folder: Path) -> None:
 
 
 @pytest.mark.parametrize(("family", "tied"), [("llama", True), ("gemma3", False)])
-def test_f5_transformers_opens_what_is_saved(family: str, tied: bool, model_folder: Folders, folder: Path) -> None:
+def test_f5_transformers_opens_what_is_saved(
+    engine: str, family: str, tied: bool, model_folder: Folders, folder: Path
+) -> None:
     """F5: a training checkpoint holds the masters; tied embeddings are stored once (F4)."""
-    held = full_run(model_folder(family, tied=tied))
+    held = full_run(model_folder(family, tied=tied), engine=engine)
     trained(held)
     held.save(RUN, folder, optimizer=True, gradients=False)
     payload = ce(25, seed=70)
@@ -131,12 +133,14 @@ def test_f5_transformers_opens_what_is_saved(family: str, tied: bool, model_fold
     assert {t.dtype for t in stored.values()} == {torch.float32}
 
 
-def test_f5_sampler_files_are_in_the_compute_dtype(model_folder: Folders, folder: Path, tmp_path: Path) -> None:
+def test_f5_sampler_files_are_in_the_compute_dtype(
+    engine: str, model_folder: Folders, folder: Path, tmp_path: Path
+) -> None:
     """F5, C4: of a bf16 engine, what it computes with; the archive is the same folder, with the tokenizer's files."""
     base = tmp_path / "base"
     shutil.copytree(model_folder("llama"), base)
     save_byte_tokenizer(base)
-    held = full_run(base, torch.bfloat16)
+    held = full_run(base, "bfloat16", engine=engine)
     trained(held)
     held.save(RUN, folder, optimizer=False, gradients=False)
     stored = load_file(folder / "model.safetensors")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -13,7 +14,10 @@ from openrl.backends.torch.full_memory import FullSizes, need
 from openrl.backends.torch.full_model import FullModel
 from openrl.backends.torch.model import open_model
 from openrl.errors import OutOfMemory
+from openrl.types import AdamParams
 from support import tiny
+from support.full import FULL, inside, training
+from support.training import RUN, ce, forward_backward
 
 SHAPE = {"hidden_size": 64, "intermediate_size": 192, "head_dim": 16}
 
@@ -69,3 +73,49 @@ def test_the_numbers_of_a_known_model() -> None:
     narrow.check("m", narrow.total)
     with pytest.raises(OutOfMemory, match=r"all 134\.5 million parameters of m .* \(float32 weights 0\.50, "):
         narrow.check("m", narrow.total - 1)
+
+
+@pytest.mark.parametrize(("dtype", "per_parameter"), [("float32", 16), ("bfloat16", 18)])
+def test_every_engine_counts_the_same_for_a_runs_life(
+    engine: str, dtype: str, per_parameter: int, model_folder: Callable[..., Path]
+) -> None:
+    """F3: what an engine adds is what a micro-batch takes, and a model beside the base is its weights."""
+    full: Any = training(model_folder("llama"), dtype, engine=engine)._full  # type: ignore[attr-defined]
+    found = full._engine.need()
+    assert found.total - found.rest == per_parameter * found.parameters
+    assert found.rest > 0
+
+
+@pytest.mark.parametrize("keep", [True, False])
+def test_mlx_passes_take_no_more_than_was_counted(keep: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The request's own gradient, what the layers keep on either way back, and gradients on their way."""
+    mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
+    folder = tiny.build(tmp_path / "m", "llama", hidden_size=64, intermediate_size=256, head_dim=16)
+    held = training(folder, engine="mps")
+    held.create(RUN, FULL)
+    model = inside(held).model
+    plan = model.scorer.memory_plan
+    monkeypatch.setattr(type(plan), "keeps", lambda *_: keep)
+    for _ in range(2):
+        before = mx.get_active_memory()
+        mx.reset_peak_memory()
+        forward_backward(held, ce(100, 100))
+        peak = mx.get_peak_memory() - before
+        assert peak <= 4 * model.state.size + plan.needed(2, 100, keep=keep) + plan.gradients() <= 2 * peak
+
+
+def test_mlx_holds_no_more_than_was_counted(tmp_path: Path) -> None:
+    """The peak of a step against 16 bytes a parameter and what is computed of one tensor: no second set of anything."""
+    mx = pytest.importorskip("mlx.core", reason="MLX is not installed")
+    folder = tiny.build(tmp_path / "m", "llama", hidden_size=256, intermediate_size=1024, head_dim=64)
+    held = training(folder, engine="mps")
+    before = mx.get_active_memory()
+    held.create(RUN, FULL)
+    model = inside(held).model
+    parameters = model.state.size
+    for seed in range(2):
+        forward_backward(held, ce(8, seed=seed))
+        mx.reset_peak_memory()
+        held.optim_step(RUN, AdamParams(grad_clip_norm=1.0))
+        assert mx.get_peak_memory() - before < 16.3 * parameters + model.scorer.memory_plan.step()
+    assert mx.get_active_memory() - before < 12.3 * parameters  # the gradient is gone

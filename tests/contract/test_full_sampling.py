@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import shutil
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -9,12 +10,9 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-import torch
 
 from openrl.backends.base import Backend, SampleJob
-from openrl.backends.torch import full_sample
-from openrl.backends.torch.full_sample import Sampling
-from openrl.backends.torch.model import CausalLM, open_model
+from openrl.backends.common.whole_models import Sampling
 from openrl.errors import BadRequest, OpenRLError, OutOfMemory
 from openrl.types import AdamParams, AdapterRef, Datum, FloatArray, RequestId, SampleOutput, TrainPayload
 from support.full import backend
@@ -62,10 +60,10 @@ def save(held: Backend, into: Path) -> AdapterRef:
     [("llama", True, "float32", 1e-8), ("gemma3", False, "float32", 1e-8), ("qwen3", True, "bfloat16", 1e-4)],
 )
 def test_f5_s14_s15_exact_versions(
-    family: str, tied: bool, dtype: str, v2: float, model_folder: Folders, tmp_path: Path
+    engine: str, family: str, tied: bool, dtype: str, v2: float, model_folder: Folders, tmp_path: Path
 ) -> None:
     """F5, S14, S15, C4: a sampler has the weights of its own step, later steps or not; the base stays as it is."""
-    held = backend(model_folder(family, tied=tied), dtype)
+    held = backend(model_folder(family, tied=tied), dtype, engine=engine)
     base = draw(held, None, PROMPT)
     step(held)
     one = save(held, tmp_path / "one")
@@ -88,15 +86,25 @@ def _scored(output: SampleOutput) -> FloatArray:
     return output.prompt_logprobs
 
 
-def test_weights_that_do_not_fit_fail_their_request(model_folder: Folders, tmp_path: Path) -> None:
+def test_weights_that_do_not_fit_fail_their_request(engine: str, model_folder: Folders, tmp_path: Path) -> None:
     """Also files that came from elsewhere: nothing but weights of the base model's shapes is opened."""
-    held = backend(model_folder("llama"))
+    held = backend(model_folder("llama"), engine=engine)
     ref = save(held, tmp_path / "one")
     shutil.copyfile(model_folder("llama", tied=False) / "model.safetensors", ref.folder / "model.safetensors")
     held.sample.add(SampleJob(RequestId("s"), payload([1], max_tokens=1), ref))
     ((request, error),) = held.sample.step()
     assert (request, type(error)) == ("s", BadRequest)
     assert not held.sample.busy
+
+
+def test_nothing_of_a_checkpoint_counts_but_its_weights(engine: str, model_folder: Folders, tmp_path: Path) -> None:
+    """Files may come from another server: they say neither how the model computes, nor what code is run for it."""
+    held = backend(model_folder("llama"), engine=engine)
+    step(held)
+    ref, other = save(held, tmp_path / "one"), save(held, tmp_path / "two")
+    foreign = {"model_type": "gpt2", "rms_norm_eps": 0.5, "model_file": "mine.py", "quantization": {"bits": 4}}
+    (other.folder / "config.json").write_text(json.dumps(foreign))
+    assert np.array_equal(_scored(draw(held, ref, PROMPT))[1:], _scored(draw(held, other, PROMPT))[1:])
 
 
 # ---- which models are open ----
@@ -138,13 +146,33 @@ class Stub:
         return [(request, SampleOutput(())) for request in done]
 
 
+@dataclass
+class Memory:
+    """Room for any number of models of 1 MiB, unless a test says how much."""
+
+    left: int = 1 << 40
+
+    def needed(self) -> int:
+        return 1 << 20
+
+    def free(self) -> int:
+        return self.left
+
+    def release(self) -> None:
+        pass
+
+    def is_out_of_memory(self, error: RuntimeError | MemoryError) -> bool:
+        return isinstance(error, MemoryError)
+
+
 class Desk:
     """A `Sampling` over stubs; `log` says who had each turn, and who was opened."""
 
-    def __init__(self, model: CausalLM, root: Path) -> None:
+    def __init__(self, root: Path) -> None:
         self.log: list[str] = []
+        self.memory = Memory()
         self._root = root
-        self.sampling = Sampling(Stub(self.log, "base"), model, self._open, limit=2)
+        self.sampling = Sampling(Stub(self.log, "base"), self.memory, self._open, limit=2)
         self.count = 0
 
     def _open(self, folder: Path) -> Stub:
@@ -169,8 +197,8 @@ class Desk:
 
 
 @pytest.fixture
-def desk(model_folder: Folders, tmp_path: Path) -> Desk:
-    return Desk(open_model(model_folder("llama"), torch.device("cpu"), torch.float32), tmp_path)
+def desk(tmp_path: Path) -> Desk:
+    return Desk(tmp_path)
 
 
 def test_the_model_used_longest_ago_makes_way(desk: Desk) -> None:
@@ -216,11 +244,11 @@ def test_training_gets_the_memory_of_idle_models(desk: Desk) -> None:
     assert list(desk.sampling._open) == ["b"]
 
 
-def test_what_cannot_fit_is_refused_with_the_numbers(desk: Desk, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_what_cannot_fit_is_refused_with_the_numbers(desk: Desk) -> None:
     """Idle models go first; then it fails in words, and the rest goes on."""
     desk.ask("a")
     desk.run()
-    monkeypatch.setattr(full_sample, "free_memory", lambda device: 1 << 10)
+    desk.memory.left = 1 << 10
     doomed, fine = desk.ask("b"), desk.ask("base")
     results = desk.run()
     assert isinstance(results[doomed], OutOfMemory)

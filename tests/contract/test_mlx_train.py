@@ -229,11 +229,47 @@ def test_info_and_report(model_folder: Folders) -> None:
         open_backend(replace(spec, dtype="int8"))
 
 
-def test_full_tuning_is_refused(held: Held) -> None:
-    """F1 is not for this backend, which says so (`ModelInfo.full_tuning`), and the run that was there stays."""
-    with pytest.raises(BadRequest, match="LoRA"):
-        held.create(RUN, FullSpec())
-    assert held.parameters(RUN)
+def test_all_parameters_are_trained_only_as_they_are_stored(
+    model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F1, F5: a quantised base cannot be trained whole, nor one of which mlx-lm keeps other weights than its folder
+    has; both say so (`ModelInfo.full_tuning`), and LoRA runs go on."""
+    from mlx_lm.models import llama
+
+    from openrl.backends.mps import open_backend
+
+    plain = tiny.build(tmp_path / "plain", hidden_size=64, intermediate_size=64, head_dim=16)
+    more = shutil.copytree(model_folder("llama"), tmp_path / "more")
+    weights = dict(mx.load(str(more / "model.safetensors")))
+    mx.save_safetensors(str(more / "model.safetensors"), {**weights, "model.more.weight": mx.zeros(3)})
+    monkeypatch.setattr(llama.Model, "sanitize", lambda _, weights: {n: weights[n] for n in weights if "more" not in n})
+    for folder, why in ((quantise(plain, tmp_path, 4)[0], "quantised"), (more, r"keep model\.more\.weight")):
+        backend: Any = open_backend(BackendSpec(folder, "auto", "float32", 1, 256, 4, 512))
+        assert backend.info.full_tuning is False
+        backend.train.create(RUN, SPEC)
+        with pytest.raises(BadRequest, match=why):
+            backend.train.create(RUN, FullSpec())
+        assert backend.train.parameters(RUN)
+
+
+def test_all_parameters_are_trained_only_if_mlx_lm_computes_with_what_is_stored(
+    model_folder: Folders, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """F5: where a family's code changes weights as it loads them, a checkpoint of what is trained would mean another
+    model to transformers."""
+    from mlx_lm.models import llama
+
+    from openrl.backends.mps import open_backend
+
+    sanitize: Any = llama.Model.sanitize
+
+    def shifted(self: Any, weights: dict[str, Any]) -> dict[str, Any]:
+        return {name: w + 1 if name == "model.norm.weight" else w for name, w in sanitize(self, weights).items()}
+
+    monkeypatch.setattr(llama.Model, "sanitize", shifted)
+    backend = open_backend(BackendSpec(model_folder("llama"), "auto", "float32", 1, 256, 4, 512))
+    with pytest.raises(BadRequest, match=r"mlx-lm changes model\.norm\.weight"):
+        backend.train.create(RUN, FullSpec())
 
 
 def test_torch_is_not_needed() -> None:

@@ -16,6 +16,7 @@ from tinker import types
 
 from openrl_recipes.local_server import Endpoint
 from support.real_server import KillableServer, client, datum, ints, logprobs
+from support.training import needs_mlx
 
 pytestmark = [pytest.mark.e2e, pytest.mark.timeout(900)]
 
@@ -50,11 +51,12 @@ def train(trainer: tinker.TrainingClient, steps: int) -> float:
     return loss
 
 
+@pytest.mark.parametrize("backend", ["cpu", pytest.param("mps", marks=[needs_mlx, pytest.mark.slow])])
 def test_f1_f5_f6_f7_a_full_run_from_its_start_to_its_resumption(
-    tiny_arguments: Callable[..., list[str]], tmp_path: Path
+    backend: str, tiny_arguments: Callable[..., list[str]], tmp_path: Path
 ) -> None:
     """F1, F5, F6, F7, C9, S15: rank 0 over the unmodified SDK."""
-    with KillableServer(tiny_arguments(), tmp_path / "log") as server:
+    with KillableServer(tiny_arguments("--backend", backend), tmp_path / "log") as server:
         service = client(server.endpoint)
         trainer = service.create_lora_training_client(MODEL, rank=0).result()
         info = trainer.get_info()

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from openrl.backends.torch.lora import Adapter
-from openrl.backends.torch.optim import adamw_
+from openrl.backends.torch.optim import adamw_, global_norm
 from openrl.backends.torch.trainable import Trainable
 from openrl.errors import BadRequest
 from openrl.types import AdamParams, LoraSpec
@@ -132,6 +132,16 @@ def test_large_finite_gradient_is_finite() -> None:
     give(run, [3e25, -4e25])
     assert run.step(AdamParams(grad_clip_norm=1.0)).metrics["grad_norm:mean"] == pytest.approx(5e25, rel=1e-6)
     assert torch.isfinite(run.theta).all()
+
+
+def test_o2_the_norm_of_very_many_parameters() -> None:
+    """O2: to 1e-5 also of a hundred million of them, a whole model's; one float32 sum of the squares is off by 1e-2."""
+    size = (1 << 26) + 3
+    gradient = torch.full((size,), 0.3)
+    gradient[-2:] = 300.0
+    wanted = math.sqrt((size - 2) * 0.09 + 2 * 300.0**2)
+    assert global_norm(gradient) == pytest.approx(wanted, rel=1e-5)
+    assert global_norm(gradient[:5]) == pytest.approx(0.3 * math.sqrt(5))
 
 
 def test_o6_small_gradients_move_by_lr_and_zeros_stay() -> None:

@@ -8,26 +8,15 @@ from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Generic, TypeVar
 
-from openrl.checkpoints.peft import ATTN_MODULES, HEAD_NAME, MLP_MODULES
+from openrl.checkpoints.peft import LoraShape, modules_of
 from openrl.types import LoraSpec
 
 A = TypeVar("A")  # an engine's adapter
 
 
-@dataclass(frozen=True, slots=True)
-class LoraShape:
-    """Input and output size of a layer that can carry an adapter."""
-
-    inputs: int
-    outputs: int
-
-
 def layer_names(spec: LoraSpec, shapes: dict[str, LoraShape]) -> list[str]:
     """Layers that `spec` trains, in the model's order (4.2)."""
-    wanted: set[str] = set()
-    wanted |= set(ATTN_MODULES) if spec.train_attn else set()
-    wanted |= set(MLP_MODULES) if spec.train_mlp else set()
-    wanted |= {HEAD_NAME} if spec.train_unembed else set()
+    wanted = modules_of(spec)
     return [name for name in shapes if name.rsplit(".", 1)[-1] in wanted]
 
 

@@ -34,15 +34,12 @@ def adapter_arrays(read: AdapterFolder, shapes: Mapping[str, LoraShape]) -> dict
     unknown = [layer for layer in read.layers if layer not in shapes]
     if unknown:
         raise BadRequest(f"the checkpoint adapts the layer {unknown[0]!r}, which the base model does not have.")
-    rank = read.spec.rank
-    return {
-        layer: (
-            _adapter_tensor(read.tensors, f"{layer}.lora_A", (rank, shape.inputs)),
-            _adapter_tensor(read.tensors, f"{layer}.lora_B", (shape.outputs, rank)),
-        )
-        for layer, shape in shapes.items()
-        if layer in read.layers
-    }
+    found: dict[str, tuple[Array, Array]] = {}
+    for layer in [layer for layer in shapes if layer in read.layers]:
+        a, b = shapes[layer].factors(read.spec.rank)
+        tensors = read.tensors
+        found[layer] = _adapter_tensor(tensors, f"{layer}.lora_A", a), _adapter_tensor(tensors, f"{layer}.lora_B", b)
+    return found
 
 
 def check_match(folder: AdapterFolder, spec: LoraSpec, shapes: dict[str, LoraShape]) -> None:

@@ -39,6 +39,7 @@ class Limits:
     prefill: int  # prompt tokens that one turn computes
     stored: int  # of earlier requests, kept beside those in hand
     reach: float  # after so many, attending to them costs as much as all else of a token
+    coarse: bool  # whether sums are rounded so much that those of another batch may lead to another token
 
 
 class Sampler:
@@ -258,7 +259,14 @@ class Sampler:
     # ---- what is kept for later requests ----
 
     def _stored(self, sequence: Sequence, most: int) -> list[int]:
+        if self._limits.coarse and self._must_repeat(sequence.job):
+            return []
         return self._cache.find(sequence.job.adapter_key, sequence.history(), most)
+
+    def _must_repeat(self, job: Job) -> bool:
+        """Whether a job may expect the same tokens again: it has a seed and the device to itself (S11). What is stored
+        was computed in other batches. Beside other jobs its own batches differ each time, and nothing is gained."""
+        return job.source.payload.params.seed is not None and self._schedule.has_only(job)
 
     def _store(self, beginnings: Items[tuple[Sequence, list[int]]]) -> None:
         """Keep what sequences hold in their slots for these tokens, if memory allows."""

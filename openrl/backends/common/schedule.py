@@ -12,7 +12,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterable, Mapping, Set
-from itertools import islice
+from itertools import chain, islice
 
 from openrl.backends.common.prefill import Prefix, choose, part
 from openrl.backends.common.sequences import Job, Sequence
@@ -65,6 +65,11 @@ class Schedule:
     def everyone(self) -> list[Sequence]:
         """All sequences that are not complete."""
         return [*self.waiting, *self.live, *(self.growing.members if self.growing else ())]
+
+    def has_only(self, job: Job) -> bool:
+        """Whether all sequences are one job's."""
+        growing = self.growing.members if self.growing else ()
+        return all(s.job is job for s in chain(self.live, growing, self.waiting))
 
     def longest(self) -> int:
         """Columns of the cache that the next decoding step needs."""

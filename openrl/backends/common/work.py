@@ -51,11 +51,15 @@ T = TypeVar("T", bound=Accumulator)
 
 @dataclass(slots=True, eq=False)
 class Work(Generic[T]):
-    """A request on its way through a pass: results of its datums by index, and its part of the gradient."""
+    """A request on its way through a pass: results of its datums by index, and its part of the gradient.
+
+    `context` is how many tokens the model takes at most; beyond, an engine may compute something else without a word.
+    """
 
     item: TrainItem
     trainable: T
     loss: LossFn
+    context: int
     logprobs: dict[int, FloatArray] = field(default_factory=dict[int, FloatArray])
     losses: dict[int, Loss] = field(default_factory=dict[int, Loss])
     gradient: Any = None
@@ -65,6 +69,13 @@ class Work(Generic[T]):
     def __post_init__(self) -> None:
         if not self.item.payload.data:
             self.error = BadRequest("data is empty; a request needs at least one datum.")
+        for index, datum in enumerate(self.item.payload.data):
+            if not 1 <= len(datum.tokens) <= self.context:
+                legal = f"1..{self.context} tokens"
+                self.error = BadRequest(
+                    f"data[{index}].model_input has {len(datum.tokens)} tokens; the model takes {legal}."
+                )
+                return
 
     @property
     def done(self) -> bool:
@@ -131,8 +142,8 @@ class Row(Generic[T]):
 
 
 def rows_of(works: Sequence[Work[T]], *, backward: bool) -> list[Row[T]]:
-    """The datums of all requests of one kind."""
-    chosen = [work for work in works if work.item.backward is backward]
+    """The datums of all requests of one kind that can be computed."""
+    chosen = [work for work in works if work.item.backward is backward and work.error is None]
     return [Row(work, index) for work in chosen for index in range(len(work.item.payload.data))]
 
 
@@ -163,6 +174,11 @@ class Verdicts(Generic[T]):
         if not row.work.item.backward or isinstance(loss, BadRequest) or not loss.finite:
             return None
         return loss.grad.reshape(logprobs.shape)
+
+    @property
+    def results(self) -> list[tuple[FloatArray, Loss | BadRequest]]:
+        """Those of all rows, in their order."""
+        return [self._results[index] for index in range(len(self._rows))]
 
     def record(self) -> None:
         """Give all results to their requests."""

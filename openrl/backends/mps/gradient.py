@@ -37,21 +37,39 @@ class Example:
     adapter: Adapter
 
 
-class Batch:
+class Padded:
     """Rows padded on the right. No mask is needed: a causal model's real positions never see what follows them (B2)."""
 
-    def __init__(self, examples: Sequence[Example]) -> None:
-        self.adapters = [example.adapter for example in examples]
-        self.distinct = list({id(adapter): adapter for adapter in self.adapters}.values())
-        self.spans = [Span(example.adapter, example.targets) for example in examples]
-        lengths = [len(example.tokens) for example in examples]
+    def __init__(self, sequences: Sequence[IntArray]) -> None:
+        lengths = [len(tokens) for tokens in sequences]
         self.longest = max(lengths)
-        padded = np.zeros((len(examples), self.longest), dtype=np.int32)
-        for row, example in zip(padded, examples, strict=True):
-            row[: len(example.tokens)] = example.tokens
+        padded = np.zeros((len(sequences), self.longest), dtype=np.int32)
+        for row, tokens in zip(padded, sequences, strict=True):
+            row[: len(tokens)] = tokens
         self.tokens = mx.array(padded)
         real = np.arange(self.longest)[None] < np.array(lengths)[:, None]
         self._real = None if real.all() else mx.array(np.flatnonzero(real))
+
+    def real(self, hidden: mx.array) -> mx.array:
+        """Positions that are no padding, [M, H], of [rows, tokens, H]."""
+        flat = hidden.reshape(-1, hidden.shape[-1])
+        return flat if self._real is None else flat[self._real]
+
+    def padded(self, x: mx.array) -> mx.array:
+        """The way back from `real`: [rows, tokens, H], zeros at the padding."""
+        if self._real is not None:
+            x = mx.zeros((self.tokens.size, x.shape[-1]), x.dtype).at[self._real].add(x)
+        return x.reshape(*self.tokens.shape, x.shape[-1])
+
+
+class Batch(Padded):
+    """Datums of runs that train adapters, each row with its own."""
+
+    def __init__(self, examples: Sequence[Example]) -> None:
+        super().__init__([example.tokens for example in examples])
+        self.adapters = [example.adapter for example in examples]
+        self.distinct = list({id(adapter): adapter for adapter in self.adapters}.values())
+        self.spans = [Span(example.adapter, example.targets) for example in examples]
 
     def factors(self) -> Factors:
         """What is differentiated by."""
@@ -69,17 +87,6 @@ class Batch:
             for adapter, part in zip(self.distinct, factors, strict=True)
         ]
         return [stand_ins[places[id(adapter)]] for adapter in self.adapters]
-
-    def real(self, hidden: mx.array) -> mx.array:
-        """Positions that are no padding, [M, H], of [rows, tokens, H]."""
-        flat = hidden.reshape(-1, hidden.shape[-1])
-        return flat if self._real is None else flat[self._real]
-
-    def padded(self, x: mx.array) -> mx.array:
-        """The way back from `real`: [rows, tokens, H], zeros at the padding."""
-        if self._real is not None:
-            x = mx.zeros((self.tokens.size, x.shape[-1]), x.dtype).at[self._real].add(x)
-        return x.reshape(*self.tokens.shape, x.shape[-1])
 
 
 def differentiate(
@@ -118,7 +125,7 @@ def _kept(model: MlxModel, batch: Batch, score: Callable[[mx.array], HeadGradien
         nonlocal of_head
         with model.routing.use(batch.route(factors)):
             x = batch.real(model.hidden(batch.tokens))
-        of_head = score(_untraced(x))
+        of_head = score(untraced(x))
         return mx.array(0.0) if of_head.hidden is None else (x * of_head.hidden).sum()
 
     factors = batch.factors()
@@ -129,7 +136,7 @@ def _kept(model: MlxModel, batch: Batch, score: Callable[[mx.array], HeadGradien
     return found, of_head
 
 
-def _untraced(x: mx.array) -> mx.array:
+def untraced(x: mx.array) -> mx.array:
     """The values of x, by way of the host: what is computed from them is not kept as part of a graph that is traced."""
     if x.dtype != mx.bfloat16:
         return mx.array(np.array(x))
@@ -144,7 +151,7 @@ def _by_layer(model: MlxModel, batch: Batch, score: Callable[[mx.array], HeadGra
     found = batch.nothing()
     if of_head.hidden is None:
         return found, of_head
-    dy = _pull(model.backbone.norm, [calls[-1].y], batch.padded(of_head.hidden))[0]
+    dy = pull(model.backbone.norm, [calls[-1].y], batch.padded(of_head.hidden))[0]
     for number in reversed(range(len(calls))):
         factors = [_of_layer(part, number) for part in batch.factors()]
         dy, gradients = _layer_back(model, batch, calls.pop(), factors, dy, first=number == 0)
@@ -165,13 +172,13 @@ def _layer_back(
         with model.routing.use(batch.route(traced)):
             return call.run(x, call.mask)
 
-    dx, *gradients = _pull(layer, [call.x, *flat], dy)
+    dx, *gradients = pull(layer, [call.x, *flat], dy)
     mx.eval(gradients if first else [dx, *gradients])  # nothing below the first layer is trained
     given = iter(gradients)
     return dx, [{name: (next(given), next(given)) for name in part} for part in factors]
 
 
-def _pull(function: Any, inputs: list[mx.array], dy: mx.array) -> list[mx.array]:
+def pull(function: Any, inputs: list[mx.array], dy: mx.array) -> list[mx.array]:
     """The vector-Jacobian product of a function with one output."""
     return mx.vjp(function, inputs, [dy])[1]
 

@@ -8,7 +8,7 @@ on the way back. The losses are numpy's; the way back is written by hand.
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 import mlx.core as mx
@@ -25,10 +25,11 @@ from openrl.types import Array, FloatArray
 @dataclass(slots=True)
 class HeadGradient:
     """What comes back: `hidden` [M, H] in the compute dtype, None where it is exactly zero; by adapter `id`, float32
-    sums for the head's A and B."""
+    sums for the head's A and B. `sink`: see `Head.run`."""
 
     hidden: mx.array | None = None
     factors: dict[int, tuple[mx.array, mx.array]] = field(default_factory=dict[int, "tuple[mx.array, mx.array]"])
+    sink: Callable[[mx.array, mx.array], None] | None = None
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,9 +48,21 @@ class Head:
         self._model = model
         self._rows = max(1, cells // model.vocab_size)
 
-    def run(self, x: mx.array, spans: Sequence[Span[Adapter]], judge: Judge, *, backward: bool) -> HeadGradient:
-        """Score the hidden states x [M, H] of `spans` laid end to end; differentiate if `backward`."""
-        gradient = HeadGradient()
+    def run(
+        self,
+        x: mx.array,
+        spans: Sequence[Span[Adapter]],
+        judge: Judge,
+        *,
+        backward: bool,
+        sink: Callable[[mx.array, mx.array], None] | None = None,
+    ) -> HeadGradient:
+        """Score the hidden states x [M, H] of `spans` laid end to end; differentiate if `backward`.
+
+        `sink` is for a head that is trained itself: it is given dL/dz float32 [m, V] and the rows of x [m, H] that it
+        belongs to, piece by piece.
+        """
+        gradient = HeadGradient(sink=sink)
         parts: list[mx.array] = []
         for first, last, start in groups(spans, self._rows):
             group = spans[first:last]
@@ -108,6 +121,8 @@ class Head:
         z, total, x_live = (scored.z, scored.total, x) if whole else (scored.z[at], scored.total[at], x[at])
         dz = self._logit_gradient(z, total, targets[live], g[live])
         dx = self._model.project_back(dz)
+        if gradient.sink is not None:
+            gradient.sink(dz, x_live)
         dz = dz.astype(x.dtype)
         parts: list[mx.array] = []
         for s in segments:

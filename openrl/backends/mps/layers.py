@@ -33,6 +33,7 @@ class Taps:
     def __init__(self) -> None:
         self.mask: mx.array | None = None
         self.calls: list[Call] | None = None
+        self.rows: mx.array | None = None
 
     @contextmanager
     def masked(self, mask: mx.array | None) -> Generator[None]:
@@ -42,6 +43,15 @@ class Taps:
             yield
         finally:
             self.mask = before
+
+    @contextmanager
+    def embedded(self, rows: mx.array) -> Generator[None]:
+        """Within the block the embeddings give these rows [rows, tokens, H], whatever the tokens."""
+        before, self.rows = self.rows, rows
+        try:
+            yield
+        finally:
+            self.rows = before
 
     @contextmanager
     def recorded(self) -> Generator[list[Call]]:
@@ -78,6 +88,17 @@ def _tapped(kind: Any, taps: Taps) -> type:
         return y
 
     return type(kind.__name__, (kind,), {"__call__": call})
+
+
+def tap_embeddings(embeddings: Any, taps: Taps) -> None:
+    """Hook the embeddings of a model up to `taps`."""
+    kind: Any = type(embeddings)
+
+    def call(self: Any, tokens: mx.array) -> mx.array:
+        # An object of its own each time: families scale it in place.
+        return kind.__call__(self, tokens) if taps.rows is None else taps.rows.reshape(taps.rows.shape)
+
+    embeddings.__class__ = type(kind.__name__, (kind,), {"__call__": call})
 
 
 def exact_embedding_scale(backbone: Any, config: Mapping[str, Any], dtype: mx.Dtype) -> None:

@@ -23,6 +23,7 @@ _STEP_SHARE = 0.5  # a training step may take this part of what is free
 # copies of attention's scores. Both measured on tiny models, in float32 and bf16.
 _OVERHEAD = 1.5
 _SCORES = 3
+_STEP_COPIES = 5  # measured, too
 HEAD_CELLS = 3 << 23  # logits that the output head holds at once: 96 MiB of float32
 _HEAD_COPIES = 4
 
@@ -93,6 +94,16 @@ class MemoryPlan:
             vocab=head.outputs,
             bytes_per_value=bytes_per_value,
         )
+
+    def gradients(self) -> int:
+        """Bytes that gradients of base weights take on their way to their sums: the largest, that of the vocabulary,
+        before and after an addition, and those of a layer."""
+        layer = self.hidden * (self.qkv + self.width + 3 * self.inner)
+        return 2 * 4 * self.vocab * self.hidden + (4 + self.bytes_per_value) * layer
+
+    def step(self) -> int:
+        """Bytes that an optimizer step of base weights takes beside them: what is computed of the largest tensor."""
+        return _STEP_COPIES * 4 * self.hidden * max(self.vocab, self.inner)
 
     def layer(self, rows: int, length: int) -> int:
         """Bytes of all that one layer computes, there and back, for rows padded to one length. Attention's scores are

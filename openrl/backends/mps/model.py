@@ -19,9 +19,9 @@ from mlx_lm.utils import load_model
 
 from openrl.backends.common.lora import LoraShape
 from openrl.backends.mps.hf_config import eos_ids, read_config, sliding_layers
-from openrl.backends.mps.layers import Taps, exact_embedding_scale, tap
+from openrl.backends.mps.layers import Taps, exact_embedding_scale, tap, tap_embeddings
 from openrl.backends.mps.lora import LoraLinear, Routing, Segment, add_lora
-from openrl.backends.mps.memory import machine_memory
+from openrl.backends.mps.memory import MemoryPlan, machine_memory
 from openrl.checkpoints.peft import ATTN_MODULES, HEAD_NAME, MLP_MODULES
 from openrl.errors import ModelError
 
@@ -36,7 +36,8 @@ class MlxModel:
     """The opened model; `softcap` is the family's logit cap or None, `max_context` what mlx-lm computes correctly.
 
     `head` is the module whose weight [V, H] gives the logits: `lm_head`, or the embeddings that are tied to it.
-    `head_wide` is its float32 copy, where there is room for one.
+    `head_wide` is its float32 copy, where there is room for one. `shapes` are those of layers that adapters can have,
+    `tensors` those of all weights, by mlx-lm's names.
     """
 
     module: Any
@@ -47,6 +48,7 @@ class MlxModel:
     routing: Routing
     taps: Taps
     shapes: dict[str, LoraShape]
+    tensors: dict[str, tuple[int, ...]]
     config: dict[str, Any]
     eos_ids: frozenset[int]
     parameters: int
@@ -56,6 +58,10 @@ class MlxModel:
     @property
     def vocab_size(self) -> int:
         return int(self.head.weight.shape[0])
+
+    @property
+    def memory_plan(self) -> MemoryPlan:
+        return MemoryPlan.of(self.shapes, int(self.config["num_attention_heads"]), self.dtype.size)
 
     def hidden(self, tokens: mx.array, cache: Any = None, mask: mx.array | None = None) -> mx.array:
         """Last hidden states [rows, tokens, H] of `tokens` [rows, tokens], which the routing assigns to adapters.
@@ -117,13 +123,21 @@ def open_model(folder: Path, dtype: mx.Dtype) -> MlxModel:
     Raises `ModelError` for a family that mlx-lm does not know or whose layers are not as expected.
     """
     config = read_config(folder)
-    module = _load(folder, config)
+    module = load_module(folder, config)
     module.set_dtype(dtype)
+    return open_module(module, config, dtype, eos_ids(folder, config))
+
+
+def open_module(
+    module: Any, config: dict[str, Any], dtype: mx.Dtype, eos: frozenset[int], *, wide: bool = True
+) -> MlxModel:
+    """Open an mlx-lm module up whose weights are in `dtype`. Without `wide` there is no float32 copy of a bf16 head."""
     module.freeze()
     backbone, head = _parts(module, config)
-    parameters = _parameters(module)
-    exact_embedding_scale(backbone, config, dtype)
+    tensors, parameters = _tensors(module), _parameters(module)
     routing, taps = Routing(), Taps()
+    tap_embeddings(backbone.embed_tokens, taps)
+    exact_embedding_scale(backbone, config, dtype)
     shapes = _wrap(backbone, routing, str(config["model_type"]))
     shapes[HEAD_NAME] = _shape(head)
     tap(backbone.layers, taps)
@@ -132,13 +146,14 @@ def open_model(folder: Path, dtype: mx.Dtype) -> MlxModel:
         module=module,
         backbone=backbone,
         head=head,
-        head_wide=_wide(head, dtype),
+        head_wide=_wide(head, dtype) if wide or dtype == mx.float32 else None,
         softcap=config.get("final_logit_softcapping"),
         routing=routing,
         taps=taps,
         shapes=shapes,
+        tensors=tensors,
         config=config,
-        eos_ids=eos_ids(folder, config),
+        eos_ids=eos,
         parameters=parameters,
         max_context=_context(backbone, taps, config),
         dtype=dtype,
@@ -147,7 +162,8 @@ def open_model(folder: Path, dtype: mx.Dtype) -> MlxModel:
     return model
 
 
-def _load(folder: Path, config: dict[str, Any]) -> Any:
+def load_module(folder: Path, config: dict[str, Any]) -> Any:
+    """mlx-lm's module of a folder whose config was read, with weights that are not read before they are needed."""
     try:
         # lazy: weights are read once they have their final dtype.
         return load_model(folder, lazy=True, model_config=config)[0]
@@ -186,6 +202,11 @@ def _wrap(backbone: Any, routing: Routing, family: str) -> dict[str, LoraShape]:
 def _shape(linear: Any) -> LoraShape:
     outputs, inputs = linear.weight.shape
     return LoraShape(inputs * 32 // linear.bits if "scales" in linear else inputs, outputs)
+
+
+def _tensors(module: Any) -> dict[str, tuple[int, ...]]:
+    named: Any = tree_flatten(module.parameters())
+    return {name: tuple(array.shape) for name, array in named}
 
 
 def _parameters(module: Any) -> int:

@@ -12,7 +12,7 @@ from openrl.backends.common.batches import cut_padded, halves
 from openrl.backends.common.work import Outcome, Row, Verdicts, Work, neighbours, report, rows_of
 from openrl.backends.mps.gradient import Batch, Example, differentiate
 from openrl.backends.mps.head import Head
-from openrl.backends.mps.memory import MemoryPlan, free_memory, is_out_of_memory
+from openrl.backends.mps.memory import free_memory, is_out_of_memory
 from openrl.backends.mps.model import MlxModel
 from openrl.backends.mps.trainable import Trainable
 from openrl.errors import OutOfMemory
@@ -41,7 +41,7 @@ class PassRunner:
     def __init__(self, model: MlxModel, max_batch_tokens: int) -> None:
         self._model = model
         self._head = Head(model)
-        self._plan = MemoryPlan.of(model.shapes, int(model.config["num_attention_heads"]), model.dtype.size)
+        self._plan = model.memory_plan
         self._max_batch_tokens = max_batch_tokens
 
     def run(self, works: Sequence[MlxWork]) -> Iterator[dict[RequestId, Outcome]]:

@@ -10,6 +10,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import mlx.core as mx
+
 from openrl.backends.common import sampler
 from openrl.backends.common.adapter_cache import AdapterLoader
 from openrl.backends.mps.memory import has_gpu
@@ -50,6 +52,7 @@ class Sampler(sampler.Sampler):
             prefill=prefill_tokens or usual,
             stored=prefix_cache_tokens,
             reach=_reach_of(model),
+            coarse=model.dtype != mx.float32,
         )
         runner = Runner(model, max_rows, max_kv_tokens)
         super().__init__(runner, limits, folder, model.eos_ids, lambda ref: read(ref).freeze(model.dtype))

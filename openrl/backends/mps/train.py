@@ -24,7 +24,7 @@ from openrl.checkpoints.peft import (
 )
 from openrl.errors import BackendFault, BadRequest
 from openrl.losses import Loss, evaluate
-from openrl.types import AdamParams, Array, FloatArray, FullSpec, OptimOutput, RequestId, RunId, TrainSpec
+from openrl.types import AdamParams, Array, FloatArray, LoraSpec, OptimOutput, RequestId, RunId
 
 
 class Trainer:
@@ -39,11 +39,13 @@ class Trainer:
         self._passes = PassRunner(model, max_batch_tokens)
         self._runs: dict[RunId, Trainable] = {}
 
-    def create(self, run: RunId, spec: TrainSpec) -> None:
+    def create(self, run: RunId, spec: LoraSpec) -> None:
         """Make a fresh adapter, in place of the run's old one if there is one."""
-        if isinstance(spec, FullSpec):
-            raise BadRequest("the mps backend trains LoRA adapters only.", "Give a LoRA rank of 1 or more.")
         self._runs[run] = Trainable(fresh_adapter(spec, self._model.shapes))
+
+    def holds(self, run: RunId) -> bool:
+        """Whether a run is here."""
+        return run in self._runs
 
     def drop(self, run: RunId) -> None:
         """Forget a run."""
@@ -52,7 +54,8 @@ class Trainer:
 
     def train_pass(self, items: tuple[TrainItem, ...]) -> Iterator[dict[RequestId, Outcome]]:
         """See `TrainBackend.train_pass`."""
-        return self._passes.run([Work(item, self._held(item.run), _loss_of(item)) for item in items])
+        context = self._model.max_context
+        return self._passes.run([Work(item, self._held(item.run), loss_of(item), context) for item in items])
 
     def optim_step(self, run: RunId, adam: AdamParams) -> OptimOutput:
         """One AdamW step from the accumulated gradient."""
@@ -101,7 +104,7 @@ class Trainer:
         return Adapter(folder.spec, a, {layer: mx.array(pair[1]) for layer, pair in arrays.items()})
 
 
-def _loss_of(item: TrainItem) -> LossFn:
+def loss_of(item: TrainItem) -> LossFn:
     """What judges the datums of a request. Clients' own losses are PyTorch graphs, which the daemon keeps from here."""
     payload, custom = item.payload, item.program is not None
 

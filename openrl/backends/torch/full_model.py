@@ -120,11 +120,11 @@ class FullModel:
                 parameter.grad = None
 
 
-def parameter_shapes(config: Any) -> dict[str, torch.Size]:
+def parameter_shapes(config: Any) -> dict[str, tuple[int, ...]]:
     """The parameters of a model with this config, without making it."""
     with torch.device("meta"):
         module: nn.Module = AutoModelForCausalLM.from_config(config)
-    return {name: parameter.shape for name, parameter in module.named_parameters()}
+    return {name: tuple(parameter.shape) for name, parameter in module.named_parameters()}
 
 
 def _open_up(module: Any) -> None:

@@ -13,6 +13,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from openrl.backends.common.full_pass import attempts
 from openrl.backends.common.spans import Judge, Span
 from openrl.backends.common.work import Outcome, Row, Verdicts, Work
 from openrl.backends.torch.full_memory import FullSizes
@@ -22,7 +23,6 @@ from openrl.backends.torch.lora import Adapter
 from openrl.backends.torch.memory import free_memory, is_out_of_memory
 from openrl.backends.torch.memory_plan import MemoryPlan, plan
 from openrl.backends.torch.trainable import State
-from openrl.errors import OutOfMemory
 from openrl.types import RequestId
 
 
@@ -34,13 +34,14 @@ class FullPass:
         self._sizes = FullSizes.of(model.scorer.config.to_dict(), model.dtype.itemsize)
         self._head = Head(model.scorer)
         self._max_batch_tokens = max_batch_tokens
+        self._plan: MemoryPlan | None = None  # of the pass in hand
 
     def run(self, work: Work[State]) -> Iterator[dict[RequestId, Outcome]]:
         """Yields after each micro-batch, with the outcome after the last one."""
         request = work.item.request
         try:
             with self._model.scoring():
-                for unfinished in self._tries(work):
+                for unfinished in attempts(self, work, self._max_batch_tokens):
                     if unfinished:
                         yield {}
         finally:
@@ -49,43 +50,32 @@ class FullPass:
                 work.trainable.take_back(work.gradient)
         yield {request: work.finish()}
 
-    def _tries(self, work: Work[State]) -> Iterator[bool]:
-        """Go through the request's micro-batches, anew with less at a time when memory runs out; whether more follow.
+    def limit(self, longest: int, most: int) -> int:
+        """See `openrl.backends.common.full_pass.Engine`."""
+        self._plan = self._memory()
+        return self._plan.limit(most)
 
-        The last try holds one datum at a time and keeps of each layer only its input.
-        """
-        memory = self._memory()
-        limit, sparing = memory.limit(self._max_batch_tokens), False
-        while True:
-            batches = _padded([Row(work, i) for i in range(len(work.item.payload.data))], limit)
-            try:
-                for number, rows in enumerate(batches, start=1):
-                    if work.error is not None:
-                        return
-                    tokens = len(rows) * rows[0].tokens
-                    self._do(work, rows, self._sizes.layers if sparing else memory.recomputed(tokens))
-                    yield number < len(batches)
-                return
-            except (RuntimeError, MemoryError) as error:
-                if not is_out_of_memory(error):
-                    raise
-            self._begin_anew(work)
-            longest = batches[0][0]
-            if sparing and all(len(rows) == 1 for rows in batches):
-                work.error = OutOfMemory(
-                    f"the device ran out of memory on data[{longest.index}] ({longest.tokens} tokens)."
-                )
-                return
-            limit, sparing = (limit // 2 if sparing else limit), True
+    def do(self, work: Work[State], rows: list[Row[State]], *, sparing: bool) -> None:
+        """One micro-batch, there and back."""
+        tokens = len(rows) * rows[0].tokens
+        recomputed = self._sizes.layers if sparing or self._plan is None else self._plan.recomputed(tokens)
+        if work.item.backward and work.gradient is None:
+            work.gradient = work.trainable.fresh()
+        verdicts = Verdicts(rows)
+        self._differentiate(rows, verdicts, work.gradient, recomputed)
+        verdicts.record()
 
-    def _begin_anew(self, work: Work[State]) -> None:
-        work.logprobs.clear()
-        work.losses.clear()
+    def wipe(self, work: Work[State]) -> None:
+        """Begin anew with an empty gradient."""
         if work.gradient is not None:
             work.gradient.zero_()
         self._head.clear()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
+
+    def is_out_of_memory(self, error: RuntimeError | MemoryError) -> bool:
+        """Whether an allocation that failed is behind an error."""
+        return is_out_of_memory(error)
 
     def _memory(self) -> MemoryPlan:
         """What this pass may take of the memory that is free now."""
@@ -93,13 +83,6 @@ class FullPass:
         gradients = 4 * self._model.state.theta.numel()  # the request's own, if it is not there yet
         free = free_memory(self._model.device) - gradients
         return plan(self._sizes, max(0, free), weights, adapters=0, gpu=self._model.device.type == "cuda")
-
-    def _do(self, work: Work[State], rows: list[Row[State]], recomputed: int) -> None:
-        if work.item.backward and work.gradient is None:
-            work.gradient = work.trainable.fresh()
-        verdicts = Verdicts(rows)
-        self._differentiate(rows, verdicts, work.gradient, recomputed)
-        verdicts.record()
 
     def _differentiate(self, rows: list[Row[State]], judge: Judge, into: Tensor | None, recomputed: int) -> None:
         """Ask `judge` for each datum's gradient, and add what follows from it to `into`."""
@@ -119,17 +102,6 @@ class FullPass:
     def _score(self, hidden: Tensor, spans: Sequence[Span[Adapter]], judge: Judge, into: Tensor | None) -> HeadGradient:
         with torch.no_grad():
             return self._head.run(hidden.detach(), spans, judge, backward=into is not None, into=into)
-
-
-def _padded(rows: Sequence[Row[State]], max_tokens: int) -> list[list[Row[State]]]:
-    """Micro-batches of at most `max_tokens` tokens with their padding, or of one row; the longest first, so that the
-    largest need of memory shows at the start."""
-    batches: list[list[Row[State]]] = []
-    for row in sorted(rows, key=lambda row: row.tokens, reverse=True):
-        if not batches or (len(batches[-1]) + 1) * batches[-1][0].tokens > max_tokens:
-            batches.append([])
-        batches[-1].append(row)
-    return batches
 
 
 def _padded_ids(rows: Sequence[Row[State]], device: torch.device) -> tuple[Tensor, Tensor]:

@@ -9,6 +9,8 @@ from torch import Tensor
 
 from openrl.types import AdamParams
 
+_PIECE = 1 << 12
+
 
 def adamw_(theta: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, adam: AdamParams) -> float:
     """Update theta, m and v, all flat [P], in place as step number `t` (from 1); returns the norm of `grad`.
@@ -41,7 +43,10 @@ def adamw_(theta: Tensor, grad: Tensor, m: Tensor, v: Tensor, t: int, adam: Adam
 
 def global_norm(grad: Tensor) -> float:
     """L2 norm of a flat gradient; infinite or NaN exactly if one of its entries is."""
-    norm = float(torch.linalg.vector_norm(grad))
+    # A piece at a time: on a CPU one float32 sum over a hundred million squares is a hundredth too small.
+    whole = len(grad) - len(grad) % _PIECE
+    pieces = torch.linalg.vector_norm(grad[:whole].view(-1, _PIECE), dim=1).double()
+    norm = math.hypot(float(torch.linalg.vector_norm(pieces)), float(torch.linalg.vector_norm(grad[whole:])))
     if not math.isfinite(norm):  # squares may overflow float32 where the entries do not
         norm = float(torch.linalg.vector_norm(grad, dtype=torch.float64))
     return norm
