@@ -11,10 +11,11 @@ from pathlib import Path
 
 from openrl.checkpoints.archive import write_archive
 from openrl.checkpoints.commit import CheckpointFolders
+from openrl.checkpoints.experts import has_stacks, one_by_one
 from openrl.checkpoints.foreign import read_foreign, write_training
 from openrl.checkpoints.full import model_files
 from openrl.checkpoints.layout import NAME_PATTERN, Address, new_folder
-from openrl.checkpoints.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter
+from openrl.checkpoints.peft import ADAPTER_FILE, CONFIG_FILE, read_adapter, read_config, write_adapter
 from openrl.errors import BadRequest, ModelError
 from openrl.models import folders, linear, store
 from openrl.models.info import MAX_LORA_RANK
@@ -99,8 +100,12 @@ def _publish(out: Path, write: Callable[[Path], None], archive: str, form: Form)
 
 
 def _copy_adapter(source: Path, into: Path) -> None:
-    """PEFT's two files, without optimizer and manifest."""
-    read_adapter(source)  # says what is wrong, if so
+    """PEFT's two files, without optimizer and manifest; experts one by one, since PEFT knows no stacks of them."""
+    adapter = read_adapter(source)  # says what is wrong, if so
+    if has_stacks(adapter):
+        base: str | None = read_config(source / CONFIG_FILE).get("base_model_name_or_path")
+        write_adapter(into, adapter.spec, one_by_one(adapter), base or "")
+        return
     for name in (CONFIG_FILE, ADAPTER_FILE):
         shutil.copyfile(source / name, into / name)
 

@@ -15,6 +15,7 @@ from pathlib import Path
 
 import psutil
 
+from openrl.backends import registry
 from openrl.backends.torch import memory_plan
 from openrl.models import catalog, hub, info, store
 from openrl.settings import EngineSettings, Settings
@@ -59,14 +60,18 @@ def run(settings: Settings) -> Iterator[Check]:
 def engines() -> Check:
     versions = {name: found for name in _ENGINES if (found := _version(name))}
     listed = ", ".join(f"{name} {version}" for name, version in versions.items()) or "none"
-    if "torch" in versions and "transformers" in versions:
+    wanted = ("mlx", "mlx-lm") if _takes_mlx() else ("torch", "transformers")
+    missing = [name for name in (*wanted, "gguf") if name not in versions]
+    if not missing:
         return Check("engines", State.OK, listed)
-    missing = [name for name in ("torch", "transformers", "gguf") if name not in versions]
     return Check("engines", State.GAP, listed, f"pip install {' '.join(missing)}")
 
 
 def accelerator() -> Iterator[Check]:
     """The device that `--backend auto` takes, and the dtype that suits it (measured on a CPU)."""
+    if _takes_mlx():
+        yield _mlx()
+        return
     if importlib.util.find_spec("torch") is None:
         yield Check("accelerator", State.GAP, "cannot tell without PyTorch", "pip install torch")
         return
@@ -83,6 +88,19 @@ def accelerator() -> Iterator[Check]:
         yield Check("accelerator", State.OK, str(place))
     dtype, reason = device.pick_dtype("auto", place)
     yield Check("bf16", State.OK, f"--dtype auto takes {str(dtype).removeprefix('torch.')}: {reason}")
+
+
+def _takes_mlx() -> bool:
+    """Whether `--backend auto` is MLX here."""
+    return registry.choices("auto") == ("mps",)
+
+
+def _mlx() -> Check:
+    if importlib.util.find_spec("mlx") is None:
+        return Check("accelerator", State.GAP, "cannot tell without MLX", "pip install mlx mlx-lm")
+    from openrl.backends.mps import memory as mlx_memory
+
+    return Check("accelerator", State.OK if mlx_memory.has_gpu() else State.NOTE, mlx_memory.device_name())
 
 
 def memory() -> Check:
@@ -120,7 +138,7 @@ def models(settings: Settings) -> Iterator[Check]:
         if folder is None:
             yield Check("model", State.NOTE, f"{spec.name} is not here yet", f"openrl models pull {spec.source}")
             continue
-        needed = info.memory_needed(info.describe(folder), settings.engine.dtype)
+        needed = info.memory_needed(info.describe(folder), settings.engine.dtype, settings.engine.quantize)
         found = f"{spec.name} is ready and needs up to {needed / _GIB:.1f} GiB"
         fits = needed <= info.available_memory()
         yield Check(

@@ -13,7 +13,6 @@ class ModelBars:
     """One bar a model, shown while there is one that is not ready. Use as a context manager or call `close`."""
 
     def __init__(self) -> None:
-        # Bound to today's stderr: a conversion silences other libraries' bars by redirecting sys.stderr for a while.
         self._console = Console(file=sys.stderr, highlight=False)
         self._bars = Progress(
             TextColumn("{task.fields[model]}"),

@@ -36,6 +36,11 @@ def self_test(settings: Settings, families: Sequence[str], output: Path | None) 
     check_backend(backend)
     if backend == "remote":
         raise SettingsError("--self-test tries a device of this machine; the backend is remote.", "Give --backend.")
+    if settings.engine.quantize != "none":
+        raise SettingsError(
+            f"--self-test expects what whole weights give; engine.quantize is {settings.engine.quantize!r}.",
+            "Set it to none for the test.",
+        )
     chosen = _families(families)
     report = Report(backend, CASES)
     _watch(process.run(_worker(settings), chosen, CASES), report, len(chosen) * len(CASES))

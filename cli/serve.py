@@ -59,9 +59,13 @@ Port = Annotated[str | None, _option("--port", text="Port to listen on. Default:
 Dtype = Annotated[
     str | None, _option("--dtype", text="auto, float32 or bfloat16: type of the base weights. Default: auto.")
 ]
+Quantize = Annotated[
+    str | None, _option("--quantize", text="none or nf4: hold the base's linear layers in four bits. Default: none.")
+]
 Threads = Annotated[
     str | None, _option("--threads", text="CPU threads of a worker; 0 means physical cores. Default: 0.")
 ]
+Devices = Annotated[str | None, _option("--devices", text="GPUs that train one base model together. Default: 1.")]
 Sampler = Annotated[
     str | None,
     _option("--sampler", text="auto, engine or vllm: what draws samples (docs/vllm.md). Default: auto."),
@@ -93,6 +97,8 @@ def serve(
     port: Port = None,
     data_dir: options.DataDir = None,
     dtype: Dtype = None,
+    quantize: Quantize = None,
+    devices: Devices = None,
     threads: Threads = None,
     sampler: Sampler = None,
     vllm_python: VllmPython = None,
@@ -121,6 +127,8 @@ def serve(
         "server.port": port,
         "data_dir": data_dir,
         "engine.dtype": dtype,
+        "engine.quantize": quantize,
+        "engine.devices": devices,
         "engine.threads": threads,
         "engine.sampler": sampler,
         "engine.vllm_python": vllm_python,
@@ -239,7 +247,8 @@ def export_lines(settings: Settings, key: str, url: str) -> list[str]:
 def _ready_line(event: ModelReady) -> str:
     report = event.report
     memory = f"{report.memory_bytes / (1 << 30):.1f} GiB"
-    place = f"{report.device} ({report.dtype}, {report.threads} threads, {memory})"
+    held = report.dtype if report.quantize == "none" else f"{report.quantize} for {report.dtype}"
+    place = f"{report.device} ({held}, {report.threads} threads, {memory})"
     sampler = f", sampling with {report.sampler}" if report.sampler else ""
     return f"{event.name} on {place}{sampler} after {event.seconds:.1f} s"
 

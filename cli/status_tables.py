@@ -51,7 +51,7 @@ def _models(models: list[dict[str, Any]]) -> Table:
 
 def _device(model: dict[str, Any]) -> str:
     """Where and how it computes: `torch: cpu, bfloat16`."""
-    place = ", ".join(str(model[key]) for key in ("device", "dtype") if model[key])
+    place = ", ".join(str(model[key]) for key in ("device", "dtype", "quantize") if model.get(key))
     return f"{model['backend']}: {place}" if model["backend"] else place
 
 

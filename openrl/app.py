@@ -50,7 +50,7 @@ def serve(settings: Settings, api_key: str, on_event: OnEvent) -> int:
     Raises ModelError for a backend that cannot be served, OSError when the port is taken, and NotReady when another
     server has the data folder, all before any work.
     """
-    check_backend(settings.engine.backend)
+    check_backend(settings.engine.backend, settings.engine.quantize)
     if settings.server.tls_cert is not None and settings.server.tls_key is not None:
         tls.check_pair(settings.server.tls_cert, settings.server.tls_key)
     if settings.engine.backend == "remote":
@@ -106,9 +106,9 @@ def _memory(engine: EngineSettings) -> Memory:
     """What base models may have, and what each needs in the type that is set."""
     return Memory(
         engine.model_memory_bytes,
-        needed=lambda info: memory_needed(info, engine.dtype),
+        needed=lambda info: memory_needed(info, engine.dtype, engine.quantize),
         available=available_memory,
-        check=lambda name, info, room: check_fits(name, info, engine.dtype, room),
+        check=lambda name, info, room: check_fits(name, info, engine.dtype, room, engine.quantize),
     )
 
 
@@ -127,6 +127,8 @@ def worker_spec(settings: Settings, spec: ModelSpec) -> WorkerSpec:
         prefix_cache_tokens=engine.prefix_cache_tokens,
         sampler=engine.sampler,
         vllm=_vllm(settings, spec),
+        quantize=engine.quantize,
+        devices=engine.devices,
     )
 
 

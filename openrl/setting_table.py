@@ -141,11 +141,27 @@ SETTINGS: tuple[Setting, ...] = (
         "--dtype",
     ),
     Setting(
+        "engine.quantize",
+        Choice(("none", "nf4")),
+        "none",
+        "How the base model's linear layers are held: `nf4` takes four bits a weight, in the PyTorch engine, for LoRA"
+        " (docs/backends.md).",
+        "--quantize",
+    ),
+    Setting(
         "engine.threads",
         Integer(0, 1024),
         0,
         "CPU threads that base models use, shared by those that work at the same time; 0 means physical cores.",
         "--threads",
+    ),
+    Setting(
+        "engine.devices",
+        Integer(1, 64),
+        1,
+        "GPUs that train one base model together, its layers spread over them; with the backend cpu as many processes"
+        " (docs/backends.md).",
+        "--devices",
     ),
     Setting(
         "engine.model_memory_bytes",

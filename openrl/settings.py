@@ -61,6 +61,8 @@ class EngineSettings:
     vllm_memory_fraction: float | None = None  # of its GPU's memory; None: 0.45, or 0.9 of a GPU of its own
     vllm_gpu: int | None = None  # None: training's
     vllm_hang_seconds: float = 120.0  # without a sign of life, after which vLLM is started again
+    devices: int = 1  # GPUs, or processes on a CPU, that train one base model together
+    quantize: str = "none"  # none | nf4: how the base model's linear layers are held
 
 
 @dataclass(frozen=True, slots=True)
@@ -306,6 +308,8 @@ def _check_together(settings: Settings) -> None:
             f"engine.sampler 'vllm' does not go with engine.backend {settings.engine.backend!r}.",
             "vLLM samples beside the PyTorch engine: take --backend cuda or cpu, or leave --sampler away.",
         )
+    _check_quantize(settings.engine)
+    _check_devices(settings.engine)
     if settings.allow_models and settings.engine.backend == "remote":
         raise SettingsError(
             "allow_models says which base models this machine may load, but engine.backend 'remote' loads none here.",
@@ -319,4 +323,38 @@ def _check_together(settings: Settings) -> None:
     if (server.tls_cert is None) != (server.tls_key is None):
         raise SettingsError(
             "server.tls_cert and server.tls_key go together.", "Give both, or none to serve plain http."
+        )
+
+
+def _check_quantize(engine: EngineSettings) -> None:
+    if engine.quantize == "none":
+        return
+    asked = f"engine.quantize {engine.quantize!r}"
+    if engine.backend == "mps":
+        raise SettingsError(
+            f"{asked} is for the PyTorch engine (--backend cuda or cpu); engine.backend is 'mps'.",
+            "MLX trains over bases that are quantised already: serve one of those, such as mlx-community/NAME-4bit.",
+        )
+    if engine.backend == "remote":
+        raise SettingsError(f"{asked} does nothing with engine.backend 'remote': the remote says how it holds models.")
+    if engine.sampler == "vllm" or engine.vllm_python is not None:
+        raise SettingsError(
+            f"{asked} does not go with vLLM as the sampler, which would not compute with the same weights.",
+            "Sample with our own engine: leave --sampler vllm and --vllm-python away; or leave --quantize away.",
+        )
+
+
+def _check_devices(engine: EngineSettings) -> None:
+    if engine.devices == 1:
+        return
+    if engine.backend in ("mps", "remote"):
+        raise SettingsError(
+            f"engine.devices {engine.devices} does not go with engine.backend {engine.backend!r}.",
+            "The PyTorch engine (--backend cuda or cpu) trains on several devices; or leave --devices away.",
+        )
+    if engine.quantize != "none":
+        raise SettingsError(
+            f"engine.devices {engine.devices} does not go with engine.quantize {engine.quantize!r}: weights in four"
+            " bits are not spread over devices.",
+            "Leave --quantize or --devices away.",
         )

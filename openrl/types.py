@@ -256,6 +256,7 @@ class ModelInfo:
     parameters: int  # number of weights
     family: str  # Hugging Face `model_type`
     full_tuning: bool | None = None  # whether all parameters can be trained (F1); None: known once the model is opened
+    projections: int = 0  # of the parameters, those of its layers' linear maps, which quantisation makes smaller
 
 
 @dataclass(frozen=True, slots=True)
@@ -282,6 +283,7 @@ class DeviceReport:
     device_bytes: int = 0  # that the worker has of a device with memory of its own; 0: it has none
     device_free_bytes: int = 0  # that such a device has left
     sampler: str = ""  # what samples and where, if it works in a process of its own
+    quantize: str = "none"  # how the base model's linear layers are held, if not in `dtype`: "nf4"
 
 
 @dataclass(frozen=True, slots=True)

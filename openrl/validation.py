@@ -294,7 +294,10 @@ def check_lora(rank: int, info: ModelInfo, *, train_attn: bool, train_mlp: bool,
 def check_full(info: ModelInfo | None, *, train_attn: bool, train_mlp: bool, train_unembed: bool) -> None:
     """F1: rank 0, or no `lora_config` at all, trains all parameters; a part of them cannot be chosen."""
     if info is not None and info.full_tuning is False:
-        raise BadRequest(f"lora_config.rank 0: this backend trains LoRA only; use rank 1..{info.max_lora_rank}")
+        raise BadRequest(
+            f"lora_config.rank 0: of this model the backend trains LoRA only; use rank 1..{info.max_lora_rank}",
+            "All parameters train of dense models with whole weights on one device (no --devices, no --quantize).",
+        )
     if not (train_attn and train_mlp and train_unembed):
         raise BadRequest(
             "lora_config: rank 0 trains all parameters: train_attn, train_mlp and train_unembed must be true or absent"

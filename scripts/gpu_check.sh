@@ -27,11 +27,18 @@ part() { # part NAME SECONDS COMMAND...: run it, show its end, count its failure
 
 part machine 30 sh -c "nvidia-smi; '$PYTHON' -m pip list | grep -iE '^(torch|vllm|transformers|triton|flashinfer|openrl) '"
 part model 60 "$OPENRL" models pull "$MODEL"
+# Kernels that only a GPU has, against the engine's other ways: attention over packed sequences, weights in four bits.
+part kernels 60 "$PYTHON" -m pytest -q -k gpu tests/contract/test_packed_attention.py tests/contract/test_nf4.py
 # The contract's quick part on the GPU: our own engine, then with vLLM as the sampler.
 part engine 60 env OPENRL_SAMPLER=engine "$OPENRL" doctor --self-test --backend cuda
 part vllm 90 "$OPENRL" doctor --self-test --backend cuda --vllm-python "$PYTHON" --family llama
 # Learning through the SDK, vLLM as the sampler: rewards rise, sampler and trainer agree, samplers are frozen.
 part learning 120 env E2E_BACKEND=cuda E2E_VLLM_PYTHON="$PYTHON" "$PYTHON" -m pytest -q tests/e2e/test_learning.py
+# Two GPUs, where there are: the numbers of one, and the contract's quick part over NCCL.
+if [ "$(nvidia-smi -L | wc -l)" -ge 2 ]; then
+  part two_gpus 60 "$PYTHON" -m pytest -q -m 'slow or not slow' -k gpus tests/contract/test_several_devices.py
+  part two_gpus_engine 90 env OPENRL_SAMPLER=engine OPENRL_DEVICES=2 "$OPENRL" doctor --self-test --backend cuda --family llama
+fi
 # How fast our own engine is there.
 part bench 60 env OPENRL_SAMPLER=engine "$OPENRL" bench sample train --model "$MODEL" --rounds 1 --dtype bfloat16
 

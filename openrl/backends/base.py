@@ -75,8 +75,9 @@ class TrainBackend(Protocol):
         """Forward (and backward) over all items together, yielding after each micro-batch.
 
         Each yield holds what was finished since the last one; every item appears exactly once over the whole pass.
-        An item that failed (`BadRequest` for a non-finite result, L11; `OutOfMemory`) adds nothing to its run's
-        gradient (G6), and the others are not disturbed. Raises only for faults of the backend itself.
+        An item that failed (`BadRequest` for a non-finite result, L11, or a datum beyond the model's context;
+        `OutOfMemory`) adds nothing to its run's gradient (G6), and the others are not disturbed. Raises only for faults
+        of the backend itself.
         """
         ...
 
@@ -188,6 +189,9 @@ class BackendSpec:
     vllm: VllmSpec | None = None  # how, if it is vLLM
     wake: Callable[[], None] = lambda: None  # to be called, from any thread, when a sampler that works apart has news
     report: Callable[[str], None] = lambda _: None  # told what is being loaded, if that takes long
+    quantize: str = "none"  # how the base model's linear layers are held: "none" (in `dtype`), "nf4"
+    devices: int = 1  # GPUs, or processes on a CPU, that train together
+    lost: Callable[[str], None] = lambda _: None  # told, from any thread, why the backend can do nothing any more
 
 
 @dataclass(frozen=True, slots=True)

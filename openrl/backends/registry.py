@@ -9,6 +9,7 @@ import sys
 from collections.abc import Callable
 
 from openrl.backends.base import Backend, BackendSpec
+from openrl.backends.quantize import check_installed
 from openrl.errors import ModelError
 
 BACKENDS = {"cpu": "openrl.backends.cpu", "cuda": "openrl.backends.cuda", "mps": "openrl.backends.mps"}
@@ -21,8 +22,8 @@ _NEEDS = {
 }
 
 
-def check_backend(name: str) -> None:
-    """Raise ModelError if this version cannot serve with backend `name` on this machine."""
+def check_backend(name: str, quantize: str = "none") -> None:
+    """Raise ModelError if this version cannot serve with backend `name`, and bases held so, on this machine."""
     if name == "remote":
         return  # it needs nothing here
     if name != "auto" and name not in BACKENDS:
@@ -32,6 +33,17 @@ def check_backend(name: str) -> None:
     missing = [package for package in packages if importlib.util.find_spec(package) is None]
     if missing:
         raise ModelError(f"backend {chosen!r} needs packages that are not installed: {', '.join(missing)}.", hint)
+    if quantize != "none":
+        _check_quantize(chosen, quantize)
+
+
+def _check_quantize(backend: str, quantize: str) -> None:
+    if backend == "mps":
+        raise ModelError(
+            f"engine.quantize {quantize!r} is for the PyTorch engine; here backend 'auto' is 'mps'.",
+            "MLX trains over bases that are quantised already: serve one of those, such as mlx-community/NAME-4bit.",
+        )
+    check_installed(quantize)
 
 
 def choices(name: str) -> tuple[str, ...]:

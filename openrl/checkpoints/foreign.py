@@ -21,12 +21,16 @@ from openrl.checkpoints.peft import (
     ARCHIVE_HEAD,
     ATTN_MODULES,
     CONFIG_FILE,
+    EXPERT_MODULES,
     HEAD_NAME,
     MLP_MODULES,
     OPTIMIZER_FILE,
     PREFIX,
     SUFFIX,
     AdapterFolder,
+    LoraShape,
+    modules_of,
+    spec_of,
     write_adapter,
     write_tensors,
 )
@@ -34,8 +38,7 @@ from openrl.checkpoints.tensor_file import read_float32
 from openrl.errors import BadRequest
 from openrl.types import Array, LoraSpec
 
-Shape = tuple[int, int]  # of a linear layer's weight: outputs, inputs
-
+_EXPERT = re.compile(r".+\.mlp\.experts\.\d+\.(gate|up|down)_proj")
 _BASE_COPY = re.compile(re.escape(PREFIX) + r"(?P<layer>lm_head|model\.embed_tokens)(\.base_layer)?\.weight")
 
 # Keys of adapter_config.json that, when set, make another function of the same tensors.
@@ -58,8 +61,8 @@ _REFUSED: Mapping[str, str] = {
 class Base(Protocol):
     """What must be known of the base model."""
 
-    def shapes(self) -> Mapping[str, Shape]:
-        """Of its linear layers, by name."""
+    def shapes(self) -> Mapping[str, LoraShape]:
+        """Of its linear layers, by name, with a mixture's experts as `w1`, `w3` and `w2` (A10)."""
         ...
 
     def weight(self, layer: str) -> Array:
@@ -78,14 +81,7 @@ def read_foreign(folder: Path, base: Base, max_rank: int) -> AdapterFolder:
     for key in [key for key in stored if _BASE_COPY.fullmatch(key)]:
         _check_copy(key, stored.pop(key), base)
     given = {_name(key): tensor for key, tensor in stored.items()}
-    leaves = {name.split(".")[-2] for name in given}
-    spec = LoraSpec(
-        rank=rank,
-        seed=0,
-        train_attn=bool(leaves & set(ATTN_MODULES)),
-        train_mlp=bool(leaves & set(MLP_MODULES)),
-        train_unembed=HEAD_NAME in leaves,
-    )
+    spec = spec_of(rank, 0, {name.split(".")[-2] for name in given})
     _check_layers(given, layers, rank)
     return AdapterFolder(spec, _complete(given, layers, spec, alpha / ALPHA))
 
@@ -140,17 +136,21 @@ def _check_copy(key: str, found: Array, base: Base) -> None:
         raise BadRequest(f"{ADAPTER_FILE} holds {key!r}, which is not the base model's: embeddings that were trained.")
 
 
-def _check_layers(given: Mapping[str, Array], layers: Mapping[str, Shape], rank: int) -> None:
+def _check_layers(given: Mapping[str, Array], layers: Mapping[str, LoraShape], rank: int) -> None:
     if not given:
         raise BadRequest(f"{ADAPTER_FILE} is empty.")
-    legal = (*ATTN_MODULES, *MLP_MODULES, HEAD_NAME)
+    legal = (*ATTN_MODULES, *MLP_MODULES, *EXPERT_MODULES, HEAD_NAME)
     for layer in sorted({name.rpartition(".")[0] for name in given}):
         if layer.rpartition(".")[2] not in legal:
             raise BadRequest(f"the adapter changes {layer!r}; layers that can be adapted: {', '.join(legal)}.")
+        if _EXPERT.fullmatch(layer):
+            raise BadRequest(
+                f"the adapter gives {layer!r} an A and a B of its own; here experts share one of the two.",
+                "A Tinker archive has them so, as experts.w1, w3 and w2.",
+            )
         if layer not in layers:
             raise BadRequest(f"the adapter changes {layer!r}, which the base model does not have.")
-        outputs, inputs = layers[layer]
-        for factor, shape in (("lora_A", (rank, inputs)), ("lora_B", (outputs, rank))):
+        for factor, shape in zip(("lora_A", "lora_B"), layers[layer].factors(rank), strict=True):
             found = given.get(f"{layer}.{factor}")
             if found is None or found.shape != shape:
                 what = "is missing" if found is None else f"has shape {found.shape}"
@@ -158,18 +158,16 @@ def _check_layers(given: Mapping[str, Array], layers: Mapping[str, Shape], rank:
 
 
 def _complete(
-    given: Mapping[str, Array], layers: Mapping[str, Shape], spec: LoraSpec, factor: float
+    given: Mapping[str, Array], layers: Mapping[str, LoraShape], spec: LoraSpec, factor: float
 ) -> dict[str, Array]:
     """All layers that a run of `spec` has, with B scaled by `factor`."""
-    wanted: set[str] = set()
-    wanted |= set(ATTN_MODULES) if spec.train_attn else set()
-    wanted |= set(MLP_MODULES) if spec.train_mlp else set()
-    wanted |= {HEAD_NAME} if spec.train_unembed else set()
+    wanted = modules_of(spec)
     tensors: dict[str, Array] = {}
-    for layer, (outputs, inputs) in layers.items():
+    for layer, shape in layers.items():
         if layer.rpartition(".")[2] in wanted:
-            a = given.get(f"{layer}.lora_A", np.zeros((spec.rank, inputs), np.float32))
-            b = given.get(f"{layer}.lora_B", np.zeros((outputs, spec.rank), np.float32))
+            size_a, size_b = shape.factors(spec.rank)
+            a = given.get(f"{layer}.lora_A", np.zeros(size_a, np.float32))
+            b = given.get(f"{layer}.lora_B", np.zeros(size_b, np.float32))
             tensors[f"{layer}.lora_A"] = np.ascontiguousarray(a)
             tensors[f"{layer}.lora_B"] = (b.astype(np.float64) * factor).astype(np.float32)
     return tensors

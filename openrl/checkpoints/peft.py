@@ -22,6 +22,8 @@ from openrl.types import Array, LoraSpec
 ALPHA = 32  # A1
 ATTN_MODULES = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_MODULES = ("gate_proj", "up_proj", "down_proj")
+# The same of a mixture's experts, in stacks of all of them (A10): gate, up and down.
+EXPERT_MODULES = ("w1", "w3", "w2")
 HEAD_NAME = "lm_head"
 ARCHIVE_HEAD = "model.unembed_tokens"  # the head's name in a Tinker archive (A15)
 
@@ -32,6 +34,29 @@ GRADIENTS_FILE = "gradients.safetensors"
 
 PREFIX, SUFFIX = "base_model.model.", ".weight"
 _SEED = "openrl_seed"  # in the file's metadata, since PEFT warns of keys in the config that it does not know
+
+
+@dataclass(frozen=True, slots=True)
+class LoraShape:
+    """Input and output size of a layer that can carry an adapter.
+
+    `stack`: of a stack of experts (A10), how many A and how many B there are; one of the two is 1, shared by all.
+    """
+
+    inputs: int
+    outputs: int
+    stack: tuple[int, int] | None = None
+
+    def factors(self, rank: int) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """The shapes of A and B: [r, in] and [out, r], or [E, r, in] and [1, out, r], or with E and 1 exchanged."""
+        a, b = (rank, self.inputs), (self.outputs, rank)
+        return (a, b) if self.stack is None else ((self.stack[0], *a), (self.stack[1], *b))
+
+
+def expert_shapes(experts: int, hidden: int, inner: int) -> dict[str, LoraShape]:
+    """The stacks of a mixture's layer (A10): gate and up share A, down shares B."""
+    into = LoraShape(hidden, inner, (1, experts))
+    return {"w1": into, "w3": into, "w2": LoraShape(inner, hidden, (experts, 1))}
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,6 +71,24 @@ class AdapterFolder:
         return sorted({name.rpartition(".")[0] for name in self.tensors})
 
 
+def modules_of(spec: LoraSpec) -> frozenset[str]:
+    """The modules that a spec trains (4.2), by the last part of their layers' names."""
+    attn = ATTN_MODULES if spec.train_attn else ()
+    mlp = (*MLP_MODULES, *EXPERT_MODULES) if spec.train_mlp else ()
+    return frozenset((*attn, *mlp, *((HEAD_NAME,) if spec.train_unembed else ())))
+
+
+def spec_of(rank: int, seed: int, modules: set[str]) -> LoraSpec:
+    """The spec of an adapter that has layers of these modules."""
+    return LoraSpec(
+        rank=rank,
+        seed=seed,
+        train_attn=bool(modules & set(ATTN_MODULES)),
+        train_mlp=bool(modules & {*MLP_MODULES, *EXPERT_MODULES}),
+        train_unembed=HEAD_NAME in modules,
+    )
+
+
 def write_adapter(into: Path, spec: LoraSpec, tensors: Mapping[str, Array], base_model: str) -> None:
     """Write `adapter_config.json` (A14) and `adapter_model.safetensors` (A15) into an existing folder."""
     (into / CONFIG_FILE).write_text(json.dumps(_config(spec, tensors, base_model), indent=2) + "\n")
@@ -58,15 +101,8 @@ def read_adapter(folder: Path) -> AdapterFolder:
     config = read_config(folder / CONFIG_FILE)
     tensors, metadata = _read(folder / ADAPTER_FILE)
     named = {layer_name(key): tensor for key, tensor in tensors.items()}
-    leaves = {name.split(".")[-2] for name in named}
-    spec = LoraSpec(
-        rank=int(config["r"]),
-        seed=int(metadata.get(_SEED, "0")),
-        train_attn=bool(leaves & set(ATTN_MODULES)),
-        train_mlp=bool(leaves & set(MLP_MODULES)),
-        train_unembed=HEAD_NAME in leaves,
-    )
-    return AdapterFolder(spec, named)
+    modules = {name.split(".")[-2] for name in named}
+    return AdapterFolder(spec_of(int(config["r"]), int(metadata.get(_SEED, "0")), modules), named)
 
 
 def write_tensors(file: Path, tensors: Mapping[str, Array]) -> None:

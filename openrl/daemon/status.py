@@ -81,6 +81,7 @@ class Status:
             "backend": report.backend if report else None,
             "device": report.device if report else None,
             "dtype": report.dtype if report else None,
+            "quantize": report.quantize if report and report.quantize != "none" else None,
             "threads": (model.threads or report.threads) if report else None,
             "listed": model.listed,
             "memory_bytes": self._pool.held(model),

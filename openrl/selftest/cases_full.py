@@ -23,7 +23,7 @@ def full_tuning(s: Subject) -> Figures:
     """F1 to F5, C4: each parameter's gradient, tied embeddings once; a step in float32; files; the sampler."""
     wanted = s.expected.full()
     if not s.backend.info.full_tuning:
-        raise BadRequest(f"The {s.name} backend trains adapters only.")
+        raise BadRequest(f"Of this model the {s.name} backend trains adapters only.")
     if wanted is None:
         raise BadRequest("The self-test has no answers for all parameters of this family.")
     run = s.fresh(FullSpec())

@@ -13,7 +13,7 @@ from openrl.selftest.expected import Drawn
 from openrl.selftest.measures import Figure, apart, far, flat, holds
 from openrl.selftest.models import text
 from openrl.selftest.subject import Subject
-from openrl.types import Array, SampledSequence, SampleOutput, SamplingParams
+from openrl.types import AdapterRef, Array, SampledSequence, SampleOutput, SamplingParams
 
 _DRAWS = 256  # enough for a frequency of 0.1 to be known to 0.02
 _DEVIATIONS = 5.0  # standard deviations that a frequency may be away (S13)
@@ -55,9 +55,17 @@ def top_k(s: Subject) -> Figures:
 
 
 def seeds(s: Subject) -> Figures:
-    """S11, S12: a seed gives the same tokens again; sample i is a lone request with seed + i; no seed, other tokens."""
+    """S11, S12: a seed gives a request that is alone the same tokens again, whatever ran before; sample i is a lone
+    request with seed + i; no seed, other tokens."""
     together = _tokens(s.sample(data.draws(8), "a"))
     yield holds("the same seed, the same tokens", together == _tokens(s.sample(data.draws(8), "a")))
+    # One adapter under two keys: for the first nothing is stored, for the second what a batch of others began with.
+    cold, warm = (AdapterRef(f"{s.world.family}/seeds-{name}", s.world.adapters["a"]) for name in ("cold", "warm"))
+    again = data.draws(4, max_tokens=24)
+    first = _tokens(s.sample(again, cold))
+    s.samples(*(s.job(other, warm) for other in data.same_beginning()))
+    yield holds("the same tokens whatever is stored", first == _tokens(s.sample(again, warm)))
+    yield holds("the same tokens whatever ran before", first == _tokens(s.sample(again, cold)))
     alone = [_tokens(s.sample(data.draws(1, seed=data.SEED + i), "a"))[0] for i in range(8)]
     different = sum(a != b for a, b in zip(together, alone, strict=True)) / 8
     yield Figure("samples that differ from lone requests", different, s.limit.other_draws)

@@ -96,7 +96,7 @@ def loading(s: Subject) -> Figures:
     s.load(whole, optimizer=True, run=run)
     yield holds("a saved state has no gradient unless it is asked for", not s.gradient(run))
     yield holds("moments are refused where there are none", _refuses(s, weights, optimizer=True))
-    other = s.fresh(LoraSpec(rank=3, seed=5, train_mlp=s.dense))
+    other = s.fresh(LoraSpec(rank=3, seed=5))
     yield holds("another rank is refused", _refuses(s, weights, run=other))
     narrow = s.fresh(LoraSpec(rank=4, seed=5, train_attn=False, train_mlp=False))
     yield holds("other modules are refused", _refuses(s, weights, run=narrow))

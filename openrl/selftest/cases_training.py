@@ -12,7 +12,7 @@ from openrl.errors import BadRequest
 from openrl.selftest import data
 from openrl.selftest.case import Case, Figures
 from openrl.selftest.measures import Figure, added, apart, distance, far, holds, off
-from openrl.selftest.models import SEED, adapted
+from openrl.selftest.models import SEED, factors
 from openrl.selftest.subject import Subject, trained
 from openrl.types import Datum, LoraSpec, TrainOutput, TrainPayload
 
@@ -63,14 +63,12 @@ def unembed(s: Subject) -> Figures:
 
 def fresh_adapter(s: Subject) -> Figures:
     """A2 to A4, A8: what a new adapter is, and what its first gradient reaches."""
-    whole = LoraSpec(rank=8, seed=SEED, train_mlp=s.dense)
+    whole = LoraSpec(rank=8, seed=SEED)
     run = s.fresh(whole)
     tensors = s.parameters(run)
-    sizes = adapted(whole, s.world.family)
-    shapes = {f"{n}.lora_A": (8, size[0]) for n, size in sizes.items()}
-    shapes |= {f"{n}.lora_B": (size[1], 8) for n, size in sizes.items()}
+    shapes = factors(whole, s.world.family)
     yield holds("every layer has its A and B", {n: t.shape for n, t in tensors.items()} == shapes)
-    reach = {n: float(np.abs(t).max()) * t.shape[1] ** 0.5 for n, t in tensors.items() if n.endswith("A")}
+    reach = {n: float(np.abs(t).max()) * t.shape[-1] ** 0.5 for n, t in tensors.items() if n.endswith("A")}
     yield holds("A is within 1/sqrt(in)", max(reach.values()) < 1.00001)
     yield holds("A reaches near 1/sqrt(in)", min(reach.values()) > 0.9)
     yield holds("B is zero", not any(t.any() for n, t in tensors.items() if n.endswith("B")))

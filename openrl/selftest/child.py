@@ -59,7 +59,7 @@ def _family(order: Order, root: Path, family: str, names: tuple[str, ...], send:
         if case.name in names:
             send(Began(family, case.name))
             send(Ended(family, _run(case, subject)))
-    return backend.apart is None
+    return backend.apart is None and order.worker.devices == 1
 
 
 def _open(order: Order, world: models.World) -> Backend:

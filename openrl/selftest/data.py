@@ -113,6 +113,13 @@ def draws(count: int, **changes: object) -> SamplePayload:
     return SamplePayload(np.array(PROMPT, np.int32), count, params)
 
 
+def same_beginning() -> list[SamplePayload]:
+    """Requests of different lengths and without a seed that begin as `PROMPT` does."""
+    free = replace(draws(1).params, seed=None, max_tokens=3)
+    ends = [tokens(f"beside {i}", 3 + 5 * i) for i in range(3)]
+    return [SamplePayload(np.array(PROMPT[:66] + end, np.int32), params=free) for end in ends]
+
+
 def scored(prompt: Sequence[int] = PROMPT, **reports: object) -> SamplePayload:
     """A prompt whose tokens are scored; `reports` are further fields of `SamplePayload`."""
     plain_params = SamplingParams(max_tokens=1, temperature=0.5, seed=3, stop=())

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -17,7 +18,7 @@ from typing import Any
 import numpy as np
 from safetensors.numpy import save_file
 
-from openrl.checkpoints.peft import ATTN_MODULES, HEAD_NAME, MLP_MODULES, write_adapter
+from openrl.checkpoints.peft import HEAD_NAME, write_adapter
 from openrl.errors import BadRequest
 from openrl.selftest.hashing import fractions
 from openrl.types import FloatArray, LoraSpec
@@ -26,7 +27,7 @@ VOCAB = 101
 EOS = 2
 FIRST = 3  # ids before it are special
 LAYERS, HIDDEN, INNER, HEADS, KV_HEADS, HEAD_DIM = 3, 64, 128, 4, 2, 32
-EXPERTS = 4
+EXPERTS, ACTIVE, EXPERT_INNER = 6, 2, 48  # of a mixture
 WINDOW = 16  # tokens that sliding attention sees
 CONTEXT = 256
 SEED = 7
@@ -80,7 +81,7 @@ class Family:
     norms: Mapping[str, int]
     config: Mapping[str, Any] = field(default_factory=dict[str, Any])
     gemma: bool = False
-    experts: int = 0  # 0: a dense MLP
+    mixtures: tuple[int, ...] = ()  # layers that are mixtures of experts
 
 
 _PLAIN_NORMS = {"input_layernorm": HIDDEN, "post_attention_layernorm": HIDDEN}
@@ -148,20 +149,23 @@ FAMILIES: Mapping[str, Family] = MappingProxyType(
                 "rope_theta": 1000000.0,
                 "use_sliding_window": False,
                 "num_experts": EXPERTS,
-                "num_experts_per_tok": 2,
-                "moe_intermediate_size": INNER,
+                "num_experts_per_tok": ACTIVE,
+                "moe_intermediate_size": EXPERT_INNER,
                 "norm_topk_prob": True,
                 "decoder_sparse_step": 1,
-                "mlp_only_layers": [],
+                "mlp_only_layers": [1],
             },
-            experts=EXPERTS,
+            mixtures=(0, 2),
         ),
     }
 )
 
 
+# Experts have much in common, and what is each one's own is so much smaller. Which of two that are all but equal a
+# token goes to is a matter of rounding, and in bf16 it may be another than in float64: that must not change too much.
+_ALIKE = 4
 # Adapters by name. Several ranks, so that a scale which does not go by the rank shows (A1); "head" has the unembedding
-# alone. Of a mixture of experts only attention and unembedding are adapted.
+# alone.
 _ADAPTERS: Mapping[str, LoraSpec] = MappingProxyType(
     {
         "a": LoraSpec(rank=4, seed=1),
@@ -171,10 +175,8 @@ _ADAPTERS: Mapping[str, LoraSpec] = MappingProxyType(
 )
 
 
-def adapter_spec(name: str, family: str) -> LoraSpec:
-    spec = _ADAPTERS[name]
-    dense = FAMILIES[family].experts == 0
-    return LoraSpec(spec.rank, spec.seed, spec.train_attn, spec.train_mlp and dense, spec.train_unembed)
+def adapter_spec(name: str) -> LoraSpec:
+    return _ADAPTERS[name]
 
 
 @dataclass(frozen=True, slots=True)
@@ -199,7 +201,7 @@ def build(root: Path, family: str) -> World:
     for name in _ADAPTERS:
         adapters[name] = root / f"adapter-{name}"
         adapters[name].mkdir()
-        write_adapter(adapters[name], adapter_spec(name, family), adapter(name, family), f"selftest/{family}")
+        write_adapter(adapters[name], adapter_spec(name), adapter(name, family), f"selftest/{family}")
     return World(family, folder, adapters)
 
 
@@ -228,49 +230,95 @@ def weights(family: str) -> Iterator[tuple[str, FloatArray]]:
         rows[EOS] = fractions(f"{family}/{name}/eos", (HIDDEN,), most * 7 // 4, 256)
         return key, rows
 
+    def expert(name: str, *shape: int) -> tuple[str, FloatArray]:
+        key, own = matrix(name, *shape, most=45 // _ALIKE)
+        return key, own + matrix(re.sub(r"experts\.\d+", "experts", name), *shape)[1]
+
     yield vocabulary("model.embed_tokens")
     for layer, (inputs, outputs) in _projections(kind).items():
-        yield matrix(layer, outputs, inputs)
+        yield expert(layer, outputs, inputs) if ".experts." in layer else matrix(layer, outputs, inputs)
     for i in range(LAYERS):
         for name, size in kind.norms.items():
             yield norm(f"model.layers.{i}.{name}", size)
-        if kind.experts:
-            yield matrix(f"model.layers.{i}.mlp.gate", kind.experts, HIDDEN)
+        if i in kind.mixtures:
+            router = f"model.layers.{i}.mlp.gate"  # most choices are clear
+            yield f"{router}.weight", fractions(f"{family}/{router}", (EXPERTS, HIDDEN), 100, 64)
     yield norm("model.norm", HIDDEN, middle=2.5 if kind.gemma else 1.25)
     if not kind.tied:
         yield vocabulary(HEAD_NAME)
 
 
-def _projections(kind: Family) -> dict[str, tuple[int, int]]:
-    """Input and output size of the linear layers within the decoder's."""
-    sizes = {
+_ATTENTION: Mapping[str, tuple[int, int]] = MappingProxyType(
+    {
         "self_attn.q_proj": (HIDDEN, HEADS * HEAD_DIM),
         "self_attn.k_proj": (HIDDEN, KV_HEADS * HEAD_DIM),
         "self_attn.v_proj": (HIDDEN, KV_HEADS * HEAD_DIM),
         "self_attn.o_proj": (HEADS * HEAD_DIM, HIDDEN),
     }
-    places = [f"mlp.experts.{e}" for e in range(kind.experts)] or ["mlp"]
-    for place in places:
-        sizes |= {f"{place}.gate_proj": (HIDDEN, INNER), f"{place}.up_proj": (HIDDEN, INNER)}
-        sizes[f"{place}.down_proj"] = (INNER, HIDDEN)
-    return {f"model.layers.{i}.{name}": size for i in range(LAYERS) for name, size in sizes.items()}
+)
 
 
-def adapted(spec: LoraSpec, family: str) -> dict[str, tuple[int, int]]:
-    """The layers that `spec` trains, with their input and output sizes (4.2)."""
-    leaves = (*(ATTN_MODULES if spec.train_attn else ()), *(MLP_MODULES if spec.train_mlp else ()))
-    layers = {n: size for n, size in _projections(FAMILIES[family]).items() if n.rpartition(".")[2] in leaves}
-    return layers | ({HEAD_NAME: (HIDDEN, VOCAB)} if spec.train_unembed else {})
+def _projections(kind: Family) -> dict[str, tuple[int, int]]:
+    """Input and output size of the linear layers within the decoder's."""
+    return {
+        f"model.layers.{i}.{name}": size
+        for i in range(LAYERS)
+        for name, size in {**_ATTENTION, **_mlp(i in kind.mixtures)}.items()
+    }
+
+
+def _mlp(mixture: bool) -> dict[str, tuple[int, int]]:
+    inner = EXPERT_INNER if mixture else INNER
+    sizes = {"gate_proj": (HIDDEN, inner), "up_proj": (HIDDEN, inner), "down_proj": (inner, HIDDEN)}
+    places = [f"mlp.experts.{e}" for e in range(EXPERTS)] if mixture else ["mlp"]
+    return {f"{place}.{name}": size for place in places for name, size in sizes.items()}
+
+
+def factors(spec: LoraSpec, family: str) -> dict[str, tuple[int, ...]]:
+    """The shapes of what `spec` trains, by name (4.2): A [r, in] and B [out, r], those of experts in stacks (A10)."""
+    kind = FAMILIES[family]
+    found: dict[str, tuple[int, ...]] = {}
+    for i in range(LAYERS):
+        layer = f"model.layers.{i}"
+        if spec.train_attn:
+            for name, (inputs, outputs) in _ATTENTION.items():
+                found |= {f"{layer}.{name}.lora_A": (spec.rank, inputs), f"{layer}.{name}.lora_B": (outputs, spec.rank)}
+        if spec.train_mlp:
+            found |= _stacks(f"{layer}.mlp.experts", spec.rank) if i in kind.mixtures else _dense(layer, spec.rank)
+    if spec.train_unembed:
+        found |= {f"{HEAD_NAME}.lora_A": (spec.rank, HIDDEN), f"{HEAD_NAME}.lora_B": (VOCAB, spec.rank)}
+    return found
+
+
+def _dense(layer: str, rank: int) -> dict[str, tuple[int, ...]]:
+    found: dict[str, tuple[int, ...]] = {}
+    for name, (inputs, outputs) in _mlp(mixture=False).items():
+        found |= {f"{layer}.{name}.lora_A": (rank, inputs), f"{layer}.{name}.lora_B": (outputs, rank)}
+    return found
+
+
+def _stacks(experts: str, rank: int) -> dict[str, tuple[int, ...]]:
+    """Gate (w1) and up (w3) share A, down (w2) shares B."""
+    found: dict[str, tuple[int, ...]] = {}
+    for name in ("w1", "w3"):
+        found[f"{experts}.{name}.lora_A"] = (1, rank, HIDDEN)
+        found[f"{experts}.{name}.lora_B"] = (EXPERTS, EXPERT_INNER, rank)
+    found[f"{experts}.w2.lora_A"] = (EXPERTS, rank, EXPERT_INNER)
+    found[f"{experts}.w2.lora_B"] = (1, HIDDEN, rank)
+    return found
 
 
 def adapter(name: str, family: str) -> dict[str, FloatArray]:
     """An adapter's tensors; its B is not zero."""
-    spec = adapter_spec(name, family)
+    spec = adapter_spec(name)
     tensors: dict[str, FloatArray] = {}
-    for layer, (inputs, outputs) in adapted(spec, family).items():
-        most = math.floor(256 / math.sqrt(inputs))
-        tensors[f"{layer}.lora_A"] = fractions(f"{name}/{layer}/A", (spec.rank, inputs), most, 256)
-        tensors[f"{layer}.lora_B"] = fractions(f"{name}/{layer}/B", (outputs, spec.rank), 30 * spec.rank, 2048)
+    for full, shape in factors(spec, family).items():
+        layer, _, factor = full.rpartition(".lora_")
+        most, unit = (math.floor(256 / math.sqrt(shape[-1])), 256) if factor == "A" else (30 * spec.rank, 2048)
+        tensors[full] = fractions(f"{name}/{layer}/{factor}", shape, most, unit)
+        if len(shape) == 3 and shape[0] > 1:
+            own = fractions(f"{name}/{layer}/{factor} own", shape, most // _ALIKE, unit)
+            tensors[full] = own + fractions(f"{name}/{layer}/{factor}", shape[1:], most, unit)
     return tensors
 
 

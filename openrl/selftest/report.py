@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.metadata
 import platform
+from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 
@@ -154,11 +155,10 @@ def overview(columns: Mapping[str, Report], cases: Sequence[Case]) -> str:
 
 
 def _summary(report: Report, case: str) -> str:
+    """What most families have, and which have something else."""
     cells = {name: report.cell(case, name) for name, result in report.families.items() if not result.refusal}
-    states = set(cells.values())
-    if len(states) == 1:
-        return states.pop()
-    return "; ".join(f"{state}: {', '.join(n for n, s in cells.items() if s == state)}" for state in sorted(states))
+    most, *others = [state for state, _ in Counter(cells.values()).most_common()]
+    return "; ".join([most, *(f"{state}: {', '.join(n for n, s in cells.items() if s == state)}" for state in others)])
 
 
 def _opened(report: Report, family: str) -> str:

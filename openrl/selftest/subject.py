@@ -76,7 +76,7 @@ class Subject:
     def hold(self, adapter: str) -> RunId:
         """A new run with one of the world's adapters; "base": one that does nothing yet."""
         if adapter == "base":
-            return self.fresh(LoraSpec(rank=4, seed=SEED, train_mlp=self.dense))
+            return self.fresh(LoraSpec(rank=4, seed=SEED))
         return self.load(self.world.adapters[adapter])
 
     def load(self, folder: Path, *, optimizer: bool = False, run: RunId | None = None) -> RunId:
@@ -104,10 +104,6 @@ class Subject:
     def moments(self, run: RunId) -> Mapping[str, Array]:
         """`m.NAME`, `v.NAME` and `t` (O11)."""
         return read_tensors(self.save(run, optimizer=True) / OPTIMIZER_FILE)
-
-    @property
-    def dense(self) -> bool:
-        return "moe" not in self.world.family
 
     def _new_run(self) -> RunId:
         run = RunId(f"{_SESSION}:train:{next(self._numbers)}")

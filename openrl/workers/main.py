@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import logging
 import os
 import queue
@@ -22,8 +21,11 @@ from openrl.models.prepare import check_memory, prepare
 from openrl.models.progress import Progress as ModelProgress
 from openrl.workers.loop import Loop
 from openrl.workers.messages import FromWorker, Prepared, Progress, Ready, ToWorker, Unusable, Woken, WorkerSpec
+from openrl.workers.process import die_with_parent, set_before_torch
 
 log = logging.getLogger(__name__)
+
+_LOST = 3  # exit code of a worker whose backend is lost
 
 
 def main() -> None:
@@ -41,7 +43,8 @@ def main() -> None:
         if not spec.load:
             connection.send(Prepared())
             return
-        backend = open_backend(spec, folder, _reporter(connection), lambda: inbox.put(Woken()))
+        lost = _Lost(connection)
+        backend = open_backend(spec, folder, _reporter(connection), lambda: inbox.put(Woken()), lost)
     except OpenRLError as error:
         connection.send(Unusable(error))
         return
@@ -52,6 +55,7 @@ def main() -> None:
         )
         return
     threading.Thread(target=_read, args=(connection, inbox), daemon=True, name="inbox").start()
+    lost.opened = True
     connection.send(Ready(backend.info, backend.report))
     Loop(backend, inbox, _sender(connection), spec.max_sample_rows).run()
     logging.shutdown()
@@ -71,9 +75,31 @@ def _reporter(connection: Connection) -> Callable[[str], None]:
     return lambda stage: connection.send(Progress(stage, 0, None))
 
 
-def open_backend(spec: WorkerSpec, folder: Path, report: Callable[[str], None], wake: Callable[[], None]) -> Backend:
+class _Lost:
+    """Ends the process when its backend can do nothing any more: the daemon then starts another and recovers the
+    runs. Called from any thread, since the one that computes may wait for a device that is gone."""
+
+    def __init__(self, connection: Connection) -> None:
+        self._connection = connection
+        self.opened = False
+
+    def __call__(self, reason: str) -> None:
+        log.critical("%s The worker ends.", reason)
+        if not self.opened:
+            self._connection.send(Unusable(BackendFault(reason)))
+        logging.shutdown()
+        os._exit(_LOST)
+
+
+def open_backend(
+    spec: WorkerSpec,
+    folder: Path,
+    report: Callable[[str], None],
+    wake: Callable[[], None],
+    lost: Callable[[str], None] = log.critical,
+) -> Backend:
     """Open the model of a ready folder; see `BackendSpec` for the callbacks. Raises OpenRLError if it is unusable."""
-    check_memory(folder, spec.dtype)
+    check_memory(folder, spec.dtype, spec.quantize)
     report("loading")
     return registry.opener(spec.backend)(
         BackendSpec(
@@ -90,6 +116,9 @@ def open_backend(spec: WorkerSpec, folder: Path, report: Callable[[str], None], 
             vllm=spec.vllm,
             wake=wake,
             report=report,
+            quantize=spec.quantize,
+            devices=spec.devices,
+            lost=lost,
         )
     )
 
@@ -115,27 +144,6 @@ class _sender:
             self._connection.send(message)
         except OSError:
             log.warning("the daemon is gone; a result is dropped")
-
-
-def set_before_torch() -> None:
-    """What torch's libraries read when they are loaded."""
-    # Idle OpenMP threads that spin take the cores from the daemon; ones that sleep at once cost a system call for each
-    # of a decoding step's thousand small products. So they spin for well under a millisecond, then sleep.
-    os.putenv("OMP_WAIT_POLICY", "PASSIVE")
-    os.putenv("GOMP_SPINCOUNT", "50000")
-    # Compiled CPU kernels are kept for each shape ever seen, 1024 of them, about a megabyte each: too many for mixed
-    # lengths, where few shapes come again.
-    os.putenv("LRU_CACHE_CAPACITY", "128")
-    os.putenv("ONEDNN_PRIMITIVE_CACHE_CAPACITY", "128")
-    # Large tensors in large pages: the system clears these ten times as fast, and a pass asks for much memory.
-    os.putenv("THP_MEM_ALLOC_ENABLE", "1")
-
-
-def die_with_parent() -> None:
-    """Ask Linux to end this process when the daemon ends, however hard, so that a restart finds the memory free."""
-    if sys.platform == "linux":
-        pr_set_pdeathsig = 1
-        ctypes.CDLL(None).prctl(pr_set_pdeathsig, signal.SIGKILL)
 
 
 if __name__ == "__main__":

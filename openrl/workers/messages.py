@@ -42,6 +42,8 @@ class WorkerSpec:
     sampler: str = "engine"
     vllm: VllmSpec | None = None
     load: bool = True  # False: only have the files fetched and converted
+    quantize: str = "none"
+    devices: int = 1
 
 
 # ---- operations: one at a time, in order, each answered ----

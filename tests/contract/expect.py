@@ -47,7 +47,7 @@ class Teacher:
         self.reference = Reference(world.folder)
         self.adapters: dict[str, Parameters] = {n: read_adapter(p).tensors for n, p in world.adapters.items()}
         self.adapters["base"] = {}
-        self.ranks = {name: models.adapter_spec(name, family).rank for name in world.adapters} | {"base": 1}
+        self.ranks = {name: models.adapter_spec(name).rank for name in world.adapters} | {"base": 1}
 
     def answer(self, payload: TrainPayload, adapter: str, parameters: Parameters | None = None) -> Answer:
         if parameters is None:
@@ -123,7 +123,7 @@ def answer(teacher: Teacher, payload: TrainPayload, adapter: str) -> dict[str, A
 
 def full(teacher: Teacher) -> dict[str, Any] | None:
     """By all parameters. transformers names the stacked experts of a mixture otherwise than its files do."""
-    if models.FAMILIES[teacher.family].experts:
+    if models.FAMILIES[teacher.family].mixtures:
         return None
     payload = data.weighted()
     return _packed(payload, teacher.reference.full_answer(payload, dict(models.weights(teacher.family))))

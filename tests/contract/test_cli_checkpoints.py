@@ -50,7 +50,7 @@ def test_import_and_export_alone(model_folder: Callable[..., Path], tmp_path: Pa
     assert {k: v.tobytes() for k, v in tensors.items()} == {k: v.tobytes() for k, v in original.items()}
     assert not (tmp_path / "peft" / "manifest.json").exists()
     merged = trainer(tmp_path / "merged")
-    merged.create(RUN, held._held(RUN).adapter.spec)  # B = 0: the merged model itself
+    merged.create(RUN, held.trainable(RUN).adapter.spec)  # B = 0: the merged model itself
     gap = forward(merged, ce(24, seed=5)).logprobs[0] - forward(held, ce(24, seed=5)).logprobs[0]
     assert np.abs(gap).max() < 2e-5
     archive = call(data_dir, "export", path, "--as", "archive", "--out", str(tmp_path / "tar"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -94,3 +95,21 @@ def test_logprobs_are_near_float32_and_agree_with_themselves(world: World) -> No
                 assert np.abs(got - exact).max() < 0.5
             difference = sequence.logprobs - scored.prompt_logprobs[3:]
             assert np.square(difference).mean() / 2 < 1e-3  # S14: kl v2 of a healthy bf16 sampler
+
+
+def test_s11_a_seeded_request_alone_repeats_whatever_is_stored(world: World) -> None:
+    """S11 in bf16: alone it is computed anew; beside others, or without a seed, it goes on from what is stored."""
+    sampler = Sampler(opened(world.folder), world.folder, 8, 4096, load=world.load)
+    prompt = [3 + (7 * i) % 90 for i in range(80)]
+    again = Ask(payload(prompt, 2, max_tokens=40, seed=7, stop=()), "a")
+    other = Ask(payload([*prompt[:70], 9, 9, 4], max_tokens=2, stop=()), "a")
+    first = run(sampler, [again])[0]
+    assert sampler.stats().hits == 0
+    run(sampler, [other, replace(other, at=0)])
+    hits = sampler.stats().hits
+    assert hits > 0
+    second = run(sampler, [again])[0]
+    assert sampler.stats().hits == hits
+    assert [x.tokens.tolist() for x in first.sequences] == [x.tokens.tolist() for x in second.sequences]
+    run(sampler, [again, other])
+    assert sampler.stats().hits > hits

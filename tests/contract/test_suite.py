@@ -31,13 +31,17 @@ def _marks(variant: Variant, family: str) -> list[pytest.MarkDecorator]:
 
 
 # What backends refuse. Everything else must be right.
-REFUSED_FAMILIES = {"cpu": {"qwen3_moe"}, "cuda": {"qwen3_moe"}, "mps": {"qwen3_moe"}}
-REFUSED_CASES = {"cpu": set[str](), "cuda": set[str](), "mps": {"custom_loss", "full_tuning"}}
+REFUSED_FAMILIES = {"cpu": set[str](), "cuda": set[str](), "mps": {"qwen3_moe"}, "several devices": set[str]()}
+REFUSED_FAMILIES |= {"vLLM": {"qwen3_moe"}}
+REFUSED_CASES = {"cpu": set[str](), "cuda": set[str](), "mps": {"custom_loss"}, "several devices": {"full_tuning"}}
+REFUSED_CASES |= {"vLLM": set[str]()}
+REFUSED_OF = {"qwen3_moe": {"full_tuning"}}
 
 AVAILABLE = [variant for variant in VARIANTS if variant.available]
 # Tried by `pytest -m slow` and `make backends` alone: what other columns and families have, too.
 SLOW = {("cpu bfloat16", "qwen3"), ("cpu bfloat16", "gemma2"), ("mps float32", "qwen3")}
 SLOW |= {("mps bfloat16", family) for family in models.FAMILIES}
+SLOW |= {("cpu float32, 2 processes", family) for family in models.FAMILIES}
 TAKEN = [
     pytest.param(
         variant,
@@ -48,10 +52,14 @@ TAKEN = [
     )
     for variant in AVAILABLE
     for family in models.FAMILIES
-    if family not in REFUSED_FAMILIES[variant.backend]
+    if family not in REFUSED_FAMILIES[variant.kind]
     for case in CASES
 ]
-REFUSED = [(variant, family) for variant in AVAILABLE for family in sorted(REFUSED_FAMILIES[variant.backend])]
+REFUSED = [
+    pytest.param(variant, family, id=_name(variant, family), marks=_marks(variant, family))
+    for variant in AVAILABLE
+    for family in sorted(REFUSED_FAMILIES[variant.kind])
+]
 PLAIN = VARIANTS[0]
 
 
@@ -65,11 +73,15 @@ def subjects(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Subjects]:
 @pytest.mark.parametrize(("variant", "family", "case"), TAKEN)
 def test_contract(variant: Variant, family: str, case: Case, subjects: Subjects) -> None:
     outcome = run_case(case, subjects.get(variant, family))
-    refused = case.name in REFUSED_CASES[variant.backend]
+    refused = _refused(variant, family, case)
     assert outcome.state is (State.REFUSED if refused else State.OK), outcome.message
 
 
-@pytest.mark.parametrize(("variant", "family"), REFUSED, ids=[_name(*one) for one in REFUSED])
+def _refused(variant: Variant, family: str, case: Case) -> bool:
+    return case.name in REFUSED_CASES[variant.kind] | REFUSED_OF.get(family, set())
+
+
+@pytest.mark.parametrize(("variant", "family"), REFUSED)
 def test_what_is_not_supported_is_refused_when_it_is_opened(variant: Variant, family: str, subjects: Subjects) -> None:
     with pytest.raises(ModelError, match=family):
         subjects.get(variant, family)
@@ -199,8 +211,10 @@ def test_the_table_says_what_the_tests_say() -> None:
         if variant.name not in table.columns():
             continue
         for case in CASES:
-            refused = case.name in REFUSED_CASES[variant.backend]
-            assert cells[case.title][variant.name] == ("refused" if refused else "ok")
+            opened = [family for family in models.FAMILIES if family not in REFUSED_FAMILIES[variant.kind]]
+            refused = [family for family in opened if _refused(variant, family, case)]
+            partly = f"ok; refused: {', '.join(refused)}" if refused else "ok"
+            assert cells[case.title][variant.name] == ("refused" if refused == opened else partly)
         for family, kind in models.FAMILIES.items():
-            refused = family in REFUSED_FAMILIES[variant.backend]
+            refused = family in REFUSED_FAMILIES[variant.kind]
             assert cells[kind.title][variant.name] == ("refused" if refused else "ok")

@@ -76,8 +76,8 @@ def _refuse(grad: Tensor) -> Tensor:
 
 def cramped(folder: Path, room: int, *, on_the_way_back: bool = False, kept: float = 1.0) -> tuple[Trainer, Cramped]:
     held = trainer(folder, max_batch_tokens=4096)
-    backbone = Cramped(held._passes._backbone, room, on_the_way_back=on_the_way_back, kept=kept)
-    held._passes._backbone = backbone  # type: ignore[assignment]
+    backbone = Cramped(held.passes._backbone, room, on_the_way_back=on_the_way_back, kept=kept)
+    held.passes._backbone = backbone  # type: ignore[assignment]
     return held, backbone
 
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 from transformers import AutoModelForCausalLM
 
-from openrl.backends.torch import passes, train_backbone
+from openrl.backends.torch import attention_reader, passes
 from openrl.backends.torch.grids import arrange
 from openrl.backends.torch.train import Trainer
 from openrl.backends.torch.train_backbone import TrainBackbone
@@ -47,7 +47,7 @@ def seen(monkeypatch: pytest.MonkeyPatch) -> list[tuple[int, int]]:
 
 def shrink(monkeypatch: pytest.MonkeyPatch, held: Trainer, free: int, run: RunId = RUN) -> None:
     """Let passes find so many bytes free besides what does not depend on tokens, twice: a pass may take half."""
-    sizes = held._passes._sizes
+    sizes = held.passes._sizes
     fixed = sizes.buffers + sizes.of_adapters(held._runs[run].theta.numel())
     monkeypatch.setattr(passes, "free_memory", lambda _: 2 * (fixed + free))
 
@@ -60,7 +60,7 @@ def gradients(held: Trainer, payload: TrainPayload) -> tuple[TrainOutput, dict[s
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3"])
+@pytest.mark.parametrize("family", ["llama", "qwen2", "qwen3", "mistral", "gemma2", "gemma3", tiny.MIXTURE])
 def test_recomputed_layers_give_the_same_gradients(
     family: str,
     dtype: torch.dtype,
@@ -78,7 +78,7 @@ def test_recomputed_layers_give_the_same_gradients(
     create(exact, tmp_path)
     rounding = distance(plain[1], gradients(exact, payload)[1])
     seen.pop()
-    layer = held._passes._sizes.kept * 141
+    layer = held.passes._sizes.kept * 141
     for free in (2 * layer, layer, 0):
         shrink(monkeypatch, held, free)
         output, found = gradients(held, payload)
@@ -97,7 +97,7 @@ def test_a_pass_is_cut_to_what_is_free(
     create(held, tmp_path)
     payload = ce(*[100] * 14)
     whole = gradients(held, payload)[1]
-    shrink(monkeypatch, held, 600 * held._passes._memory([]).token)
+    shrink(monkeypatch, held, 600 * held.passes.memory([]).token)
     parts = gradients(held, payload)[1]
     assert [tokens for tokens, _ in seen] == [700, 700, 500, 500, 400]
     assert distance(parts, whole) < 1e-5
@@ -107,21 +107,21 @@ def test_a_long_sequence_trains_in_little_memory(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, int]]
 ) -> None:
     """8,192 tokens where only half of one layer's values would fit: all layers are computed again."""
-    small = tiny.config("llama")
+    small = tiny.config("llama", max_position_embeddings=8192)
     small.num_hidden_layers, small.num_attention_heads, small.num_key_value_heads = 2, 2, 1
     AutoModelForCausalLM.from_config(small).save_pretrained(tmp_path / "model")
     held = trainer(tmp_path / "model", max_batch_tokens=4096)
     create(held, tmp_path)
-    shrink(monkeypatch, held, 4096 * held._passes._sizes.kept)
+    shrink(monkeypatch, held, 4096 * held.passes._sizes.kept)
     output, found = gradients(held, ce(8192))
     assert seen == [(8192, 2)]
     assert np.isfinite(output.logprobs[0]).all()
     assert all(g.any() for g in found.values())
 
 
-def test_long_sequences_equal_short_ones_where_they_begin_alike(model_folder: Folders, tmp_path: Path) -> None:
+def test_long_sequences_equal_short_ones_where_they_begin_alike(tmp_path: Path) -> None:
     """B2 across block sizes: blocks of attention are cut otherwise for other lengths."""
-    held = trainer(model_folder("gemma3"))
+    held = trainer(tiny.build(tmp_path / "model", "gemma3", max_position_embeddings=1500))
     create(held, tmp_path)
     long = ce(1500).data[0]
     whole = forward(held, TrainPayload((long,), "cross_entropy")).logprobs[0]
@@ -131,11 +131,12 @@ def test_long_sequences_equal_short_ones_where_they_begin_alike(model_folder: Fo
         np.testing.assert_allclose(short, whole[:length], atol=1e-4)
 
 
+@pytest.mark.parametrize("family", ["qwen3", tiny.MIXTURE])
 def test_mixed_runs_and_losses_in_little_memory(
-    model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, int]]
+    family: str, model_folder: Folders, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, seen: list[tuple[int, int]]
 ) -> None:
     """B6, G6: adapters of different rank and modules and different losses in one micro-batch, layers computed again."""
-    held = trainer(model_folder("qwen3"))
+    held = trainer(model_folder(family))
     specs = {
         RUN: LoraSpec(rank=4, seed=1),
         RunId("b"): LoraSpec(rank=2, seed=2, train_mlp=False),
@@ -160,12 +161,12 @@ def test_mixed_runs_and_losses_in_little_memory(
         assert distance(held.gradients(run), alone[run]) < 1e-5
 
 
-def test_mixed_lengths_are_not_padded(model_folder: Folders, tmp_path: Path, seen: list[tuple[int, int]]) -> None:
+def test_mixed_lengths_are_not_padded(tmp_path: Path, seen: list[tuple[int, int]]) -> None:
     """64 datums of 32 to 512 tokens: products see real tokens only, and attention pads by less than a tenth."""
     lengths = np.random.default_rng(0).integers(32, 513, 64).tolist()
     cells = sum(grid.sequences * grid.length for grid in arrange(sorted(lengths, reverse=True), CPU))
     assert cells < 1.1 * sum(lengths)
-    held = trainer(model_folder("llama"), max_batch_tokens=4096)
+    held = trainer(tiny.build(tmp_path / "model", "llama", max_position_embeddings=512), max_batch_tokens=4096)
     create(held, tmp_path)
     forward(held, ce(*lengths))
     assert sum(tokens for tokens, _ in seen) == sum(lengths)
@@ -177,7 +178,7 @@ def test_fused_attention_gives_the_same(
 ) -> None:
     """What a GPU runs, on a CPU: PyTorch's own kernels in place of blocks, windows included."""
     blocks = trainer(model_folder(family))
-    monkeypatch.setattr(train_backbone, "prefers_fused", lambda _: True)
+    monkeypatch.setattr(attention_reader, "way_of", lambda *_: ("fused", None))
     fused = trainer(model_folder(family))
     payload = ce(50, 21, 70)
     create(blocks, tmp_path)
@@ -191,7 +192,7 @@ def test_forward_alone_keeps_nothing(model_folder: Folders, tmp_path: Path) -> N
     """G5 costs no memory a layer: all layers share theirs."""
     held = trainer(model_folder("llama"))
     create(held, tmp_path)
-    scratch = held._passes._backbone._scratch
+    scratch = held.passes._backbone._scratch
     sizes: list[int] = []
     clear = type(scratch).clear
 
@@ -199,8 +200,8 @@ def test_forward_alone_keeps_nothing(model_folder: Folders, tmp_path: Path) -> N
         sizes.append(sum(t.nbytes for t in scratch._held.values()))
         clear(scratch)
 
-    held._passes._backbone.clear = lambda: watched(scratch)  # type: ignore[method-assign]
+    held.passes._backbone.clear = lambda: watched(scratch)  # type: ignore[method-assign]
     forward(held, ce(100))
     forward_backward(held, ce(100))
-    kept = held._passes._sizes.kept * 100
+    kept = held.passes._sizes.kept * 100
     assert sizes[1] > sizes[0] + 2 * kept

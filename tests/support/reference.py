@@ -1,13 +1,15 @@
 """An independent answer to what training must compute: float64, one datum at a time, plain autograd.
 
 It shares no code with the engine: transformers' model with the adapter merged into its weights as differentiable
-tensors, and each loss written as torch expressions whose gradient autograd finds.
+tensors, and each loss written as torch expressions whose gradient autograd finds. Mixtures of experts are our own here,
+a token and an expert at a time.
 """
 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -69,6 +71,10 @@ class Reference:
         )
         self._model.eval().requires_grad_(False)
         self._model.model.embed_tokens.padding_idx = None  # else one row of the embeddings never has a gradient
+        self._merge = _Merge({}, 1)
+        for name, block in self._model.named_modules():
+            if hasattr(block, "experts"):
+                block.forward = partial(self._mixture, block, f"{name}.experts")
 
     def answer(self, payload: TrainPayload, parameters: Mapping[str, Array], rank: int) -> Answer:
         """What a request must give for an adapter's float32 `parameters`."""
@@ -121,17 +127,50 @@ class Reference:
         return lp.reshape(datum.inputs["target_tokens"].shape)
 
     def _logits(self, tokens: Tensor, leaves: Mapping[str, Tensor], rank: int) -> Tensor:
+        self._merge = merge = _Merge(leaves, rank)
         layers = [name.removesuffix(".lora_A") for name in leaves if name.endswith(".lora_A")]
-        weights = {f"{layer}.weight": self._merged(layer, leaves, rank) for layer in layers}
+        plain = [layer for layer in layers if ".experts." not in layer]
+        weights = {f"{layer}.weight": merge.weight(self._model.get_submodule(layer).weight, layer) for layer in plain}
         # tie_weights=False: an adapted head must not change the embeddings that share its memory (A9).
         output = torch.func.functional_call(
             self._model, weights, kwargs={"input_ids": tokens, "use_cache": False}, tie_weights=False
         )
         return output.logits
 
-    def _merged(self, layer: str, leaves: Mapping[str, Tensor], rank: int) -> Tensor:
-        base = self._model.get_submodule(layer).weight
-        return base + (32 / rank) * leaves[f"{layer}.lora_B"] @ leaves[f"{layer}.lora_A"]
+    def _mixture(self, block: Any, name: str, hidden: Tensor) -> Tensor:
+        """What Qwen3's mixture is, for hidden states [rows, tokens, H] and an adapter's stacks (A10)."""
+        out = [self._token(block, name, x) for x in hidden.flatten(0, 1)]
+        return torch.stack(out).view(hidden.shape)
+
+    def _token(self, block: Any, name: str, x: Tensor) -> Tensor:
+        odds = torch.exp(block.gate.weight @ x)
+        odds = odds / odds.sum()
+        chosen = sorted(range(len(odds)), key=lambda e: -float(odds[e].detach()))[: block.gate.top_k]
+        whole = sum(odds[e] for e in chosen) if block.gate.norm_topk_prob else 1.0
+        return torch.stack([odds[e] / whole * self._expert(block.experts, name, e, x) for e in chosen]).sum(0)
+
+    def _expert(self, experts: Any, name: str, e: int, x: Tensor) -> Tensor:
+        inner = experts.down_proj.shape[2]
+        gate = self._merge.weight(experts.gate_up_proj[e, :inner], f"{name}.w1", e) @ x
+        up = self._merge.weight(experts.gate_up_proj[e, inner:], f"{name}.w3", e) @ x
+        return self._merge.weight(experts.down_proj[e], f"{name}.w2", e) @ (gate * torch.sigmoid(gate) * up)
+
+
+@dataclass(frozen=True)
+class _Merge:
+    """An adapter's factors, to be merged into weights."""
+
+    leaves: Mapping[str, Tensor]
+    rank: int
+
+    def weight(self, base: Tensor, layer: str, expert: int = 0) -> Tensor:
+        """W + (32 / r) B A, if the adapter has that layer."""
+        if f"{layer}.lora_A" not in self.leaves:
+            return base
+        a, b = self.leaves[f"{layer}.lora_A"], self.leaves[f"{layer}.lora_B"]
+        if a.ndim == 3:
+            a, b = a[expert if len(a) > 1 else 0], b[expert if len(b) > 1 else 0]
+        return base + (32 / self.rank) * b @ a
 
 
 def distance(found: Mapping[str, Array], expected: Mapping[str, Array]) -> float:

@@ -15,6 +15,7 @@ from transformers import (
     PreTrainedConfig,
     Qwen2Config,
     Qwen3Config,
+    Qwen3MoeConfig,
 )
 
 VOCAB = 97
@@ -36,12 +37,14 @@ _COMMON: dict[str, Any] = {
 
 
 _PLAIN: dict[str, Any] = {"llama": LlamaConfig, "qwen2": Qwen2Config, "qwen3": Qwen3Config}
-FAMILIES = (*_PLAIN, "mistral", "gemma2", "gemma3")
+FAMILIES = (*_PLAIN, "mistral", "gemma2", "gemma3")  # the dense ones
+MIXTURE = "qwen3_moe"
 
 
 def config(family: str, *, tied: bool = True, **changes: Any) -> PreTrainedConfig:
     """`family`: a supported one. gemma3 and gemma2 have a sliding window of 16 on some of their three layers, mistral
-    on all; gemma2 caps its logits and attention scores softly. `changes` are other values of the config."""
+    on all; gemma2 caps its logits and attention scores softly; of a mixture of experts the middle layer is dense.
+    `changes` are other values of the config."""
     common: dict[str, Any] = {**_COMMON, "tie_word_embeddings": tied, **changes}
     if family in _PLAIN:
         return _PLAIN[family](**common)
@@ -52,8 +55,12 @@ def config(family: str, *, tied: bool = True, **changes: Any) -> PreTrainedConfi
         return Gemma2Config(**common, **caps, sliding_window=16, query_pre_attn_scalar=8)
     if family == "gemma3":
         layers = ["sliding_attention", "sliding_attention", "full_attention"]
-        return Gemma3TextConfig(**common, sliding_window=16, layer_types=layers, query_pre_attn_scalar=8)
-    raise ValueError(f"unknown family {family!r}; known: {', '.join(FAMILIES)}")
+        own: dict[str, Any] = {"sliding_window": 16, "layer_types": layers, "query_pre_attn_scalar": 8}
+        return Gemma3TextConfig(**(own | common))
+    if family == MIXTURE:
+        experts: dict[str, Any] = {"num_experts": 5, "num_experts_per_tok": 2, "moe_intermediate_size": 24}
+        return Qwen3MoeConfig(**(experts | {"norm_topk_prob": True, "mlp_only_layers": [1]} | common))
+    raise ValueError(f"unknown family {family!r}; known: {', '.join((*FAMILIES, MIXTURE))}")
 
 
 def build(folder: Path, family: str = "llama", *, tied: bool = True, seed: int = 0, **changes: Any) -> Path:

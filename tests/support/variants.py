@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import itertools
 import os
 from dataclasses import dataclass
 from pathlib import Path
@@ -10,6 +11,7 @@ from typing import Any
 
 from openrl.backends import registry
 from openrl.backends.base import Backend, BackendSpec, VllmSpec
+from openrl.backends.torch.distributed.trainer import SpreadTrainer
 from openrl.selftest import expected, models
 from openrl.selftest.subject import Subject
 from support.vllm import VARIABLE
@@ -17,13 +19,22 @@ from support.vllm import VARIABLE
 
 @dataclass(frozen=True)
 class Variant:
-    """A backend in a dtype, with its own sampler or vLLM. `needs` is a package without which it is not tried."""
+    """A backend in a dtype, with its own sampler or vLLM, on one device or several. `needs` is a package without which
+    it is not tried."""
 
     name: str
     backend: str
     dtype: str
     needs: str = "torch"
     vllm: bool = False
+    devices: int = 1
+
+    @property
+    def kind(self) -> str:
+        """What decides about what is refused."""
+        if self.vllm:
+            return "vLLM"
+        return self.backend if self.devices == 1 else "several devices"
 
     @property
     def available(self) -> bool:
@@ -49,6 +60,7 @@ class Variant:
                 name=f"selftest/{world.family}",
                 sampler="vllm" if self.vllm else "engine",
                 vllm=vllm,
+                devices=self.devices,
             )
         )
 
@@ -61,6 +73,7 @@ VARIANTS = (
     Variant("cuda bfloat16", "cuda", "bfloat16"),
     Variant("cuda float32", "cuda", "float32"),
     Variant("cpu float32, vLLM", "cpu", "float32", vllm=True),
+    Variant("cpu float32, 2 processes", "cpu", "float32", devices=2),
 )
 
 
@@ -71,12 +84,15 @@ class Subjects:
         self._root = root
         self._worlds: dict[str, models.World] = {}
         self._opened: dict[tuple[str, str], Subject] = {}
+        self._numbers = itertools.count()
 
     def get(self, variant: Variant, family: str) -> Subject:
         """Raises ModelError where the backend does not take the family."""
         if (variant.name, family) not in self._opened:
             world = self.world(family)
-            number = len(self._opened)
+            number = next(self._numbers)
+            if variant.devices > 1:  # a process can be in one group of devices at a time
+                self._close_groups()
             backend = variant.open(world, self._root / f"opened-{number}")
             scratch = self._root / f"scratch-{number}"
             scratch.mkdir()
@@ -94,6 +110,14 @@ class Subjects:
             sampler: Any = subject.backend.sample
             if subject.backend.apart is not None:
                 sampler.close()
+        self._close_groups()
+
+    def _close_groups(self) -> None:
+        for key, subject in list(self._opened.items()):
+            trainer = subject.backend.train
+            if isinstance(trainer, SpreadTrainer):
+                trainer.team.close()
+                del self._opened[key]
 
 
 def _has_cuda() -> bool:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from transformers import LlamaConfig
+from transformers import LlamaConfig, Qwen3MoeConfig
 
 from openrl.backends.torch.flops import matrix_rate, step_flops
 
@@ -25,6 +25,25 @@ def test_a_step_s_operations_are_those_counted_by_hand(tmp_path: Path) -> None:
     factors = 2 * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 3 * (8 + 12) + (8 + 32))
     scores = 4 * 8 * (3 * 4 / 2)  # three tokens see 1 + 2 + 3 keys
     assert step_flops(tmp_path, [3], rank=2) == 3 * (4 * weights + 6 * factors) + 3 * scores
+
+
+def test_of_a_mixture_those_count_that_a_token_meets(tmp_path: Path) -> None:
+    """Two of four experts, and the router."""
+    config = Qwen3MoeConfig(
+        hidden_size=8,
+        moe_intermediate_size=6,
+        num_experts=4,
+        num_experts_per_tok=2,
+        num_hidden_layers=1,
+        num_attention_heads=2,
+        num_key_value_heads=1,
+        head_dim=4,
+        vocab_size=32,
+    )
+    config.save_pretrained(tmp_path)
+    weights = 8 * 8 + 2 * 8 * 4 + 8 * 8 + 2 * 3 * 8 * 6 + 8 * 4 + 8 * 32
+    factors = 2 * ((8 + 8) + 2 * (8 + 4) + (8 + 8) + 2 * 3 * (8 + 6) + (8 + 32))
+    assert step_flops(tmp_path, [1], rank=2) == 4 * weights + 6 * factors + 3 * 4 * 8
 
 
 def test_operations_grow_with_tokens(tmp_path: Path) -> None:

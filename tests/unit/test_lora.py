@@ -10,11 +10,12 @@ import numpy as np
 import pytest
 import torch
 from torch import nn
-from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config
+from transformers import AutoConfig, AutoModelForCausalLM, Qwen3Config, Qwen3MoeConfig
 
 from openrl.backends.common.lora import LoraShape
 from openrl.backends.torch.lora import Adapter, LoraLinear, Routing, fresh_adapter
 from openrl.backends.torch.model import lora_shapes
+from openrl.checkpoints.peft import expert_shapes
 from openrl.types import LoraSpec
 
 CPU = torch.device("cpu")
@@ -135,6 +136,46 @@ def test_a8_parameters_per_rank(config: tuple[int, ...], mlp: int, attn: int, un
         flags = {"train_attn": False, "train_mlp": False, "train_unembed": False, flag: True}
         lora = fresh_adapter(LoraSpec(1, 0, **flags), shapes, torch.device("meta"))
         assert sum(tensor.numel() for _, tensor in lora.parameters()) == expected
+
+
+def test_a8_parameters_per_rank_of_mixtures() -> None:
+    """A8: Qwen3-30B-A3B from a model without storage, and gpt-oss-20b from its sizes; both show the layout of A10."""
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(
+            Qwen3MoeConfig(
+                vocab_size=151936,
+                hidden_size=2048,
+                intermediate_size=6144,
+                moe_intermediate_size=768,
+                num_hidden_layers=48,
+                num_attention_heads=32,
+                num_key_value_heads=4,
+                head_dim=128,
+                num_experts=128,
+                num_experts_per_tok=8,
+            )
+        )
+    lora = fresh_adapter(
+        LoraSpec(1, 0, train_attn=False, train_unembed=False), lora_shapes(model), torch.device("meta")
+    )
+    assert sum(tensor.numel() for _, tensor in lora.parameters()) == 14_450_688
+    sizes = [factor for shape in expert_shapes(32, 2880, 2880).values() for factor in shape.factors(1)]
+    assert 24 * sum(math.prod(size) for size in sizes) == 6_842_880
+
+
+def test_a2_a4_stacks_of_experts() -> None:
+    """A2, A10: each A is uniform on +-1/sqrt(in), an expert's like another's but not the same; B = 0. A4: by name."""
+    shapes = {f"model.layers.0.mlp.experts.{n}": shape for n, shape in expert_shapes(5, 64, 400).items()}
+    lora = fresh_adapter(LoraSpec(8, seed=3), shapes, CPU)
+    stack = lora.a["model.layers.0.mlp.experts.w2"]
+    assert stack.shape == (5, 8, 400)
+    for one in stack * math.sqrt(400):
+        assert 0.98 < float(one.abs().max()) <= 1
+        assert float(one.std()) == pytest.approx(0.577, abs=0.02)
+    assert not torch.equal(stack[0], stack[1])
+    assert lora.a["model.layers.0.mlp.experts.w1"].shape == (1, 8, 64)
+    assert not any(b.any() for b in lora.b.values())
+    assert list(fresh_adapter(LoraSpec(8, seed=3, train_mlp=False), shapes, CPU).a) == []
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

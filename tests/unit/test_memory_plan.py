@@ -51,6 +51,17 @@ def test_4096_tokens_stay_within_600_mb(config: dict[str, Any]) -> None:
         assert held.needed(4096) <= 600e6
 
 
+def test_a_mixture_keeps_what_its_experts_see() -> None:
+    """Eight of 128 experts see a token; adapters have all of them, in the layout of A10 (A8)."""
+    mixture = {**SMOL, "num_experts": 128, "num_experts_per_tok": 8, "moe_intermediate_size": 64}
+    dense, sizes = Sizes.of({**SMOL, "intermediate_size": 8 * 64}, 2), Sizes.of(mixture, 2)
+    assert sizes.kept == dense.kept + sizes.routing
+    assert sizes.routing < dense.kept / 5
+    assert sizes.passing >= dense.passing + 2 * 4 * 8 * sizes.hidden  # rows of experts, there and back
+    stacks = 3 * (sizes.hidden + 128 * 64)
+    assert sizes.adapter(1) - Sizes.of(SMOL, 2).adapter(1) == 30 * (stacks - 3 * (576 + 1536))
+
+
 def test_the_buffers_do_not_depend_on_the_vocabulary() -> None:
     assert Sizes.of(SMOL, 2).buffers == Sizes.of({**SMOL, "vocab_size": 262144}, 2).buffers
 

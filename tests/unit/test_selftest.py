@@ -181,7 +181,7 @@ def test_the_overview_names_families_only_where_they_differ() -> None:
     report = _report()
     text = overview({"mps bfloat16": report}, report.cases)
     cells = table.cells(table.BEGIN + text + table.END)
-    assert cells["about one"] == {"mps bfloat16": "failed: qwen3; ok: llama"}
+    assert cells["about one"] == {"mps bfloat16": "ok; failed: qwen3"}
     assert cells["about two"] == {"mps bfloat16": "refused"}
     assert cells[models.FAMILIES["qwen3_moe"].title] == {"mps bfloat16": "refused"}
     assert cells[models.FAMILIES["gemma2"].title] == {"mps bfloat16": "–"}

@@ -8,7 +8,7 @@ import torch
 
 from openrl.backends.base import Backend, BackendSpec
 from openrl.backends.torch.backend import open_backend as open_torch
-from openrl.backends.vllm.attach import attach
+from openrl.backends.vllm.attach import attach, training_half
 from openrl.backends.vllm.plan import training_share
 from openrl.errors import ModelError
 
@@ -20,14 +20,32 @@ def open_backend(spec: BackendSpec) -> Backend:
             "backend 'cuda' was asked for, but PyTorch sees no GPU.",
             "Check `nvidia-smi` and that torch is a CUDA build, or use --backend cpu.",
         )
+    _check_devices(spec)
     before = _free_bytes()
-    backend = attach(open_torch(replace(spec, device="cuda")), spec)
+    backend = attach(open_torch(training_half(spec, "cuda")), spec)
     if backend.apart is not None and spec.vllm is not None:
         # What training took beyond its share would be missing when vLLM has to start again.
         torch.cuda.set_per_process_memory_fraction(training_share(spec.vllm, backend.report.device))
     free = _free_bytes()  # for the daemon, which decides whether another base model fits beside this one
-    report = replace(backend.report, device_bytes=max(1, before - free), device_free_bytes=free)
+    # Of several GPUs the first stands for all: a whole model has to fit into their memory together.
+    held = max(1, before - free) * spec.devices
+    report = replace(backend.report, device_bytes=held, device_free_bytes=free * spec.devices)
     return replace(backend, report=report)
+
+
+def _check_devices(spec: BackendSpec) -> None:
+    """Raises ModelError unless there are as many GPUs as are asked for, and vLLM's is the first one or none of them."""
+    there = torch.cuda.device_count()
+    if spec.devices > there:
+        raise ModelError(
+            f"engine.devices is {spec.devices}, but PyTorch sees {there} GPU{'' if there == 1 else 's'}.",
+            f"Take --devices {there}, or check CUDA_VISIBLE_DEVICES.",
+        )
+    if spec.vllm is not None and spec.vllm.gpu is not None and 0 < spec.vllm.gpu < spec.devices:
+        raise ModelError(
+            f"engine.vllm_gpu is {spec.vllm.gpu}, one of the {spec.devices} GPUs (0-{spec.devices - 1}) that train.",
+            "vLLM shares the first of them, or has one beside them: leave --vllm-gpu away, or take another number.",
+        )
 
 
 def _free_bytes() -> int:

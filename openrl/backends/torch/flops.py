@@ -32,14 +32,19 @@ def step_flops(folder: Path, lengths: Sequence[int], rank: int) -> float:
 
 
 def _parameters(config: Any, rank: int) -> tuple[int, int]:
-    """Parameters of the base model's products, head included, and of an adapter of that rank on all of them."""
-    hidden, inner = config.hidden_size, config.intermediate_size
+    """Parameters of the base model's products, head included, and of an adapter of that rank on all of them: those that
+    a token meets, where there are experts (in all layers, as released mixtures have them)."""
+    hidden = config.hidden_size
     head_dim = getattr(config, "head_dim", None) or hidden // config.num_attention_heads
     queries, keys = config.num_attention_heads * head_dim, config.num_key_value_heads * head_dim
     attention = [(hidden, queries), (hidden, keys), (hidden, keys), (queries, hidden)]
-    shapes = config.num_hidden_layers * [*attention, (hidden, inner), (hidden, inner), (inner, hidden)]
-    shapes.append((hidden, config.vocab_size))
-    return sum(i * o for i, o in shapes), rank * sum(i + o for i, o in shapes)
+    inner, active, experts = config.intermediate_size, 1, 0
+    if getattr(config, "num_experts", 0):
+        inner, active, experts = config.moe_intermediate_size, config.num_experts_per_tok, config.num_experts
+    mlp = active * [(hidden, inner), (hidden, inner), (inner, hidden)]
+    shapes = [*config.num_hidden_layers * [*attention, *mlp], (hidden, config.vocab_size)]
+    routers = config.num_hidden_layers * hidden * experts
+    return sum(i * o for i, o in shapes) + routers, rank * sum(i + o for i, o in shapes)
 
 
 def matrix_rate(dtype: torch.dtype) -> float:

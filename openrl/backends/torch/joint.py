@@ -11,10 +11,11 @@ from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
 from openrl.backends.torch.lora import Adapter, Segment
 from openrl.backends.torch.scratch import Scratch
+from openrl.backends.torch.weights import Linear, Weight, stacked
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,30 +66,30 @@ class Detour:
 
 @dataclass(frozen=True, slots=True)
 class Joint:
-    """Projections by the names that adapters know them by; `weight` [sum of out, in]."""
+    """Projections by the names that adapters know them by; `held` is their weight [sum of out, in]."""
 
     names: tuple[str, ...]
-    weight: Tensor
+    held: Weight
     bias: Tensor | None
     columns: tuple[slice, ...]
 
     @classmethod
-    def of(cls, names: Sequence[str], linears: Sequence[nn.Linear]) -> Joint:
-        """Lays the weights one above the other; the layers keep views of that memory."""
+    def of(cls, names: Sequence[str], linears: Sequence[Linear]) -> Joint:
+        """Lays the weights one above the other (see `stacked`)."""
         ends = [0]
         for linear in linears:
             ends.append(ends[-1] + linear.out_features)
         columns = tuple(slice(a, b) for a, b in itertools.pairwise(ends))
-        weight = linears[0].weight.detach()
-        if len(linears) > 1:
-            weight = torch.cat([linear.weight.detach() for linear in linears])
-            for linear, part in zip(linears, columns, strict=True):
-                linear.weight.data = weight[part]
-        return cls(tuple(names), weight, _joint_bias(linears), columns)
+        return cls(tuple(names), stacked(linears, columns), _joint_bias(linears), columns)
 
     @property
     def outputs(self) -> int:
-        return self.weight.shape[0]
+        return self.held.shape[0]
+
+    @property
+    def weight(self) -> Tensor:
+        """All of the weight, in the compute dtype; good until another joint product's is asked for."""
+        return self.held.dense()
 
     def leaves(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The factors A, B of each segment and projection in turn: the order in which `factors` returns gradients."""
@@ -103,7 +104,7 @@ class Joint:
     def cast(self, adapter: Adapter, dtype: torch.dtype) -> Cast:
         """An adapter's factors in a dtype."""
         shares: list[Share] = []
-        downs = [self.weight.new_empty(0, self.weight.shape[1], dtype=torch.float32)]
+        downs = [torch.empty(0, self.held.shape[1], device=self.held.device)]
         at = 0
         for columns, a, b in self._pairs(adapter):
             shares.append(Share(slice(at, at + len(a)), columns, transposed(b, dtype)))
@@ -187,9 +188,10 @@ def transposed(weight: Tensor, dtype: torch.dtype) -> Tensor:
     return weight.detach().t().to(dtype, memory_format=torch.contiguous_format)
 
 
-def _joint_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
+def _joint_bias(linears: Sequence[Linear]) -> Tensor | None:
     biases: list[Tensor | None] = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
         return None
-    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+    given = next(bias for bias in biases if bias is not None)
+    zeros = [given.new_zeros(linear.out_features) for linear in linears]
     return torch.cat([zero if bias is None else bias.detach() for bias, zero in zip(biases, zeros, strict=True)])

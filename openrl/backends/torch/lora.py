@@ -16,13 +16,14 @@ from torch.nn import functional
 
 from openrl.backends.common import lora
 from openrl.backends.common.lora import LoraShape, layer_names, layer_seed
+from openrl.backends.torch.weights import Linear
 from openrl.checkpoints.peft import ALPHA, HEAD_NAME
 from openrl.types import LoraSpec
 
 
 @dataclass(slots=True, eq=False, weakref_slot=True)
 class Adapter:
-    """One adapter's weights by layer name: A float32 [r, in] and B float32 [out, r].
+    """One adapter's weights by layer name: A float32 [r, in] and B float32 [out, r], of experts stacks of such (A10).
 
     `frozen` holds what sampling multiplies by, (scale A)^T [in, r] and B^T [r, out] in the model's dtype; training
     casts anew on each pass, since A and B move.
@@ -54,7 +55,7 @@ class Adapter:
 
         def cast(name: str) -> tuple[Tensor, Tensor]:
             kind = torch.float32 if name == HEAD_NAME else dtype
-            return (self.a[name].detach() * self.scale).to(kind).t(), self.b[name].detach().to(kind).t()
+            return (self.a[name].detach() * self.scale).to(kind).mT, self.b[name].detach().to(kind).mT
 
         return Adapter(self.spec, {}, {}, {name: cast(name) for name in self.a})
 
@@ -64,11 +65,11 @@ def fresh_adapter(spec: LoraSpec, shapes: dict[str, LoraShape], device: torch.de
     a: dict[str, Tensor] = {}
     b: dict[str, Tensor] = {}
     for name in layer_names(spec, shapes):
-        shape = shapes[name]
+        size_a, size_b = shapes[name].factors(spec.rank)
         generator = torch.Generator().manual_seed(layer_seed(spec.seed, name))
-        uniform = torch.rand(spec.rank, shape.inputs, generator=generator, dtype=torch.float32)
-        a[name] = ((uniform * 2 - 1) * shape.inputs**-0.5).to(device)
-        b[name] = torch.zeros(shape.outputs, spec.rank, dtype=torch.float32, device=device)
+        uniform = torch.rand(size_a, generator=generator, dtype=torch.float32)
+        a[name] = ((uniform * 2 - 1) * shapes[name].inputs ** -0.5).to(device)
+        b[name] = torch.zeros(size_b, dtype=torch.float32, device=device)
     return Adapter(spec, a, b)
 
 
@@ -79,7 +80,7 @@ Routing = lora.Routing[Adapter]
 class LoraLinear(nn.Module):
     """A frozen linear layer plus the adapters that the routing names for each row of its input [rows, ..., in]."""
 
-    def __init__(self, base: nn.Linear, name: str, routing: Routing) -> None:
+    def __init__(self, base: Linear, name: str, routing: Routing) -> None:
         super().__init__()
         self.base = base
         self.name = name
@@ -141,7 +142,7 @@ class _RoutedLora(torch.autograd.Function):
     """
 
     @staticmethod
-    def forward(ctx: Any, x: Tensor, base: nn.Linear, segments: tuple[Segment, ...], *factors: Tensor) -> Tensor:
+    def forward(ctx: Any, x: Tensor, base: Linear, segments: tuple[Segment, ...], *factors: Tensor) -> Tensor:
         y = functional.linear(x, base.weight, base.bias)
         cast = [t.to(x.dtype) for t in factors]
         lows = [_add(y, x, s, a, b) for s, a, b in zip(segments, cast[::2], cast[1::2], strict=True)]

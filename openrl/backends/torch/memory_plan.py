@@ -25,7 +25,10 @@ SCORE_CELLS = 1 << 22  # scores that attention holds at once
 
 @dataclass(frozen=True, slots=True)
 class Sizes:
-    """What the memory of a step depends on; `bytes_per_value` is that of the compute dtype."""
+    """What the memory of a step depends on; `bytes_per_value` is that of the compute dtype.
+
+    `inner` is the MLP's width, or an expert's; `active` of `experts` see a token. A dense model is one expert.
+    """
 
     layers: int
     hidden: int
@@ -37,16 +40,19 @@ class Sizes:
     norms: int  # per layer: 2, or 4 where the outputs of attention and MLP have their own
     softcap: bool
     bytes_per_value: int
+    experts: int = 1
+    active: int = 1
 
     @classmethod
     def of(cls, config: Mapping[str, Any], bytes_per_value: int) -> Self:
         """From the text model's part of a `config.json`."""
         heads = int(config["num_attention_heads"])
         hidden = int(config["hidden_size"])
+        inner, experts, active = _mlp(config)
         return cls(
             layers=int(config["num_hidden_layers"]),
             hidden=hidden,
-            inner=int(config["intermediate_size"]),
+            inner=inner,
             heads=heads,
             kv_heads=int(config.get("num_key_value_heads") or heads),
             head_dim=int(config.get("head_dim") or hidden // heads),
@@ -54,6 +60,8 @@ class Sizes:
             norms=4 if str(config.get("model_type", "")).startswith(("gemma2", "gemma3")) else 2,
             softcap=config.get("final_logit_softcapping") is not None,
             bytes_per_value=bytes_per_value,
+            experts=experts,
+            active=active,
         )
 
     @property
@@ -64,20 +72,29 @@ class Sizes:
     @property
     def kept(self) -> int:
         """Bytes that a layer keeps of a token: residual streams, projections, attention's output, gate and up."""
-        values = self.norms * self.hidden + self.qkv + self.heads * self.head_dim + 2 * self.inner
-        return values * self.bytes_per_value
+        values = self.norms * self.hidden + self.qkv + self.heads * self.head_dim + 2 * self.active * self.inner
+        return values * self.bytes_per_value + self.routing
+
+    @property
+    def routing(self) -> int:
+        """Bytes of a token that say where it goes: a logit of each expert; of the chosen ones who they are, their
+        weights, their rows, and whose these are."""
+        return 4 * self.experts + 5 * 8 * self.active if self.experts > 1 else 0
 
     @property
     def input(self) -> int:
         """Bytes of a token that a layer keeps when it is to be computed again."""
-        return self.hidden * self.bytes_per_value
+        return self.hidden * self.bytes_per_value + (8 * self.active if self.experts > 1 else 0)
 
     @property
     def passing(self) -> int:
         """Bytes of a token that some layer, or the last norm, needs while it is computed, there or back."""
         width = self.heads * self.head_dim
-        values = 7 * self.hidden + 2 * self.inner + 2 * self.qkv + 5 * width
+        values = 7 * self.hidden + 2 * self.active * self.inner + 2 * self.qkv + 5 * width
         floats = self.hidden + 2 * self.kv_heads * self.head_dim
+        if self.experts > 1:  # rows of experts, their results and these once more in the order of tokens
+            values += 4 * self.active * self.hidden
+            floats += 2 * self.hidden
         return values * self.bytes_per_value + 4 * floats
 
     @property
@@ -89,13 +106,22 @@ class Sizes:
     def adapter(self, rank: int) -> int:
         """Values of an adapter of all layers and the head."""
         attention = 2 * self.hidden + self.qkv + 2 * self.heads * self.head_dim
-        mlp = 3 * (self.hidden + self.inner)
+        mlp = 3 * (self.hidden + self.experts * self.inner)
         return rank * (self.layers * (attention + self.hidden + mlp) + self.hidden + self.vocab)
 
     def of_adapters(self, values: int) -> int:
         """Bytes for adapters of so many values in all: gradients of a micro-batch and of a request, and a copy in the
         compute dtype."""
         return values * (2 * 4 + self.bytes_per_value)
+
+
+def _mlp(config: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Width, experts, and how many of them see a token. Dense layers among a mixture's count as its own, which are
+    wider."""
+    experts = int(config.get("num_experts") or 0)
+    if not experts:
+        return int(config["intermediate_size"]), 1, 1
+    return int(config["moe_intermediate_size"]), experts, int(config["num_experts_per_tok"])
 
 
 @dataclass(frozen=True, slots=True)

@@ -17,13 +17,16 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForCausalLM, GenerationConfig
 
 from openrl.backends.common.lora import LoraShape
+from openrl.backends.torch import nf4
 from openrl.backends.torch.lora import LoraLinear, Routing, Segment, add_lora
-from openrl.checkpoints.peft import ATTN_MODULES, HEAD_NAME, MLP_MODULES
+from openrl.backends.torch.scratch import Scratch
+from openrl.backends.torch.weights import Linear
+from openrl.checkpoints.peft import ATTN_MODULES, HEAD_NAME, MLP_MODULES, expert_shapes
 from openrl.errors import ModelError
 
 # Families whose head is a plain product (with optional soft-capping) and whose layers carry the usual names: checked
 # by the contract tests. Others may scale logits or embed differently, so they are refused rather than guessed.
-FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "gemma2", "gemma3_text"})
+FAMILIES = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe", "gemma2", "gemma3_text"})
 
 
 @dataclass(slots=True)
@@ -46,10 +49,19 @@ class CausalLM:
     dtype: torch.dtype
     device: torch.device
     project_packed: Callable[[Tensor], Tensor] | None = None  # a faster product with the head, where there is one
+    quantize: str = "none"  # how the layers' weights are held: "none" (in `dtype`), "nf4"
+    fetch: Callable[[int], None] | None = (
+        None  # before sampling runs a layer, where its weights are elsewhere till then
+    )
 
     @property
     def vocab_size(self) -> int:
         return self.head.shape[0]
+
+    @property
+    def is_mixture(self) -> bool:
+        """Whether layers have experts."""
+        return any(shape.stack for shape in self.shapes.values())
 
     def hidden(self, **inputs: Any) -> Tensor:
         """Last hidden states [rows, tokens, H]; keyword arguments as transformers' backbone takes them."""
@@ -76,10 +88,13 @@ class CausalLM:
         return z if self.softcap is None else self.softcap * torch.tanh(z / self.softcap)
 
 
-def open_model(folder: Path, device: torch.device, dtype: torch.dtype, config: Any = None) -> CausalLM:
+def open_model(
+    folder: Path, device: torch.device, dtype: torch.dtype, config: Any = None, *, quantize: str = "none"
+) -> CausalLM:
     """Load a folder, freeze it and wrap its linear layers. Raises `ModelError` for a family that is not supported.
 
-    `config` is used in place of the folder's own, for weights whose folder came from elsewhere.
+    `config` is used in place of the folder's own, for weights whose folder came from elsewhere. With `quantize`
+    "nf4" the linear layers' weights are held in four bits.
     """
     config = config or AutoConfig.from_pretrained(folder)
     if config.model_type not in FAMILIES:
@@ -87,13 +102,17 @@ def open_model(folder: Path, device: torch.device, dtype: torch.dtype, config: A
             f"model family {config.model_type!r} is not supported by the PyTorch backend.",
             f"Supported: {', '.join(sorted(FAMILIES))}.",
         )
-    attention = attention_of(config)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, config=config, dtype=dtype, attn_implementation=attention)
-    model.to(device).eval().requires_grad_(False)
-    parameters = sum(p.numel() for p in model.parameters())  # a tied head counts once
+    return open_up(_load(folder, config, device, dtype, quantize), folder, device, dtype, quantize)
+
+
+def open_up(model: Any, folder: Path, device: torch.device, dtype: torch.dtype, quantize: str = "none") -> CausalLM:
+    """Freeze a module of transformers, made from `folder`, and wrap its linear layers."""
+    config = model.config
+    model.eval().requires_grad_(False)
+    parameters = nf4.parameters(model)  # a tied head counts once
     routing = Routing()
     shapes = lora_shapes(model)
-    _wrap(model, routing)
+    _wrap(model, routing, dtype)
     head = model.lm_head.weight.detach()
     return CausalLM(
         backbone=model.model,
@@ -102,11 +121,30 @@ def open_model(folder: Path, device: torch.device, dtype: torch.dtype, config: A
         softcap=getattr(config, "final_logit_softcapping", None),
         routing=routing,
         shapes=shapes,
-        config=model.config,
+        config=config,
         eos_ids=_eos_ids(folder, config),
         parameters=parameters,
         dtype=dtype,
         device=device,
+        quantize=quantize,
+    )
+
+
+def _load(folder: Path, config: Any, device: torch.device, dtype: torch.dtype, quantize: str) -> Any:
+    attention = attention_of(config)
+    if quantize == "none":
+        model: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, dtype=dtype, attn_implementation=attention
+        )
+        return model.to(device)
+    if getattr(config, "num_experts", None):
+        raise ModelError(
+            f"engine.quantize {quantize!r} is for dense models; {config.model_type!r} is a mixture of experts.",
+            "Leave --quantize away.",
+        )
+    extra = nf4.loading(dtype, device)
+    return AutoModelForCausalLM.from_pretrained(
+        folder, config=config, dtype=dtype, attn_implementation=attention, **extra
     )
 
 
@@ -128,18 +166,31 @@ def _cpu_products(precision: str) -> Generator[None]:
 
 
 def lora_shapes(model: nn.Module) -> dict[str, LoraShape]:
-    """Layers that can carry an adapter (4.2), by name and in the model's order, the head last."""
+    """Layers that can carry an adapter (4.2), by name and in the model's order, the head last. Experts are stacks
+    beside whose module there is no layer of that name (A10); routers are not trained."""
     leaves = (*ATTN_MODULES, *MLP_MODULES, HEAD_NAME)
-    linears = [(name, m) for name, m in model.named_modules() if isinstance(m, nn.Linear)]
-    return {name: LoraShape(m.in_features, m.out_features) for name, m in linears if name.split(".")[-1] in leaves}
+    shapes: dict[str, LoraShape] = {}
+    for name, m in model.named_modules():
+        leaf = name.rpartition(".")[2]
+        if isinstance(m, nn.Linear) and leaf in leaves:
+            shapes[name] = LoraShape(m.in_features, m.out_features)
+        elif leaf == "experts":
+            experts, hidden, inner = m.get_parameter("down_proj").shape
+            shapes |= {f"{name}.{stack}": shape for stack, shape in expert_shapes(experts, hidden, inner).items()}
+    return shapes
 
 
-def _wrap(model: nn.Module, routing: Routing) -> None:
+def _wrap(model: nn.Module, routing: Routing, dtype: torch.dtype) -> None:
     """Replace attention and MLP projections by `LoraLinear`. The head is not called as a module at all."""
+    dense: Scratch | None = None  # where weights that are held in four bits become whole, one at a time
     for name, linear in list(model.named_modules()):
         parent_name, _, leaf = name.rpartition(".")
         if isinstance(linear, nn.Linear) and leaf in (*ATTN_MODULES, *MLP_MODULES):
-            setattr(model.get_submodule(parent_name), leaf, LoraLinear(linear, name, routing))
+            base: Linear = linear
+            if nf4.is_quantised(linear):
+                dense = dense or Scratch(linear.weight.device)
+                base = nf4.Nf4Linear(linear, dtype, dense)
+            setattr(model.get_submodule(parent_name), leaf, LoraLinear(base, name, routing))
 
 
 def _eos_ids(folder: Path, config: Any) -> frozenset[int]:

@@ -20,6 +20,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from openrl.backends.torch.model import CausalLM
+from openrl.backends.torch.weights import Weight
 
 Product = Callable[[Tensor], Tensor]  # x [rows, in] -> x W^T + b [rows, out]
 
@@ -57,9 +58,14 @@ def product(weight: Tensor, bias: Tensor | None, packing: Packing) -> Product:
     return lambda x: functional.linear(x, weight, bias)
 
 
+def made(weight: Weight, bias: Tensor | None) -> Product:
+    """The product with a weight that is made anew each time."""
+    return lambda x: functional.linear(x, weight.dense(), bias)
+
+
 def packing_for(model: CausalLM, weights: Sequence[Tensor]) -> Packing:
     """How to pack these weights of the backbone, if device, dtype, values and free memory allow it."""
-    if model.device.type != "cpu" or not _is_room(2 * sum(w.numel() for w in weights)):
+    if model.device.type != "cpu" or model.fetch is not None or not _is_room(2 * sum(w.numel() for w in weights)):
         return Packing.NONE
     if model.dtype is torch.bfloat16 and _onednn_packs():
         return Packing.ONEDNN

@@ -59,7 +59,7 @@ class PassRunner:
 
     def run(self, works: Sequence[LoraWork]) -> Iterator[dict[RequestId, Outcome]]:
         """Yields after each micro-batch what was finished since; raises only for faults that are not a request's."""
-        memory, casts = self._memory(works), Casts(self._model.dtype)
+        memory, casts = self.memory(works), Casts(self._model.dtype)
         queue = deque(self._batches(works, memory.limit(self._max_batch_tokens)))
         try:
             while queue:
@@ -69,17 +69,21 @@ class PassRunner:
                     queue.extendleft(reversed(self._attempt(batch, memory, casts)))
                     yield report(works)
         finally:
-            self._backbone.clear()
-            self._head.clear()
+            self.clear()
         if not all(work.reported for work in works):
             yield report(works)
 
-    def _memory(self, works: Sequence[LoraWork]) -> MemoryPlan:
-        """What this pass may take of the memory that is free now."""
+    def clear(self) -> None:
+        """Give temporary memory back."""
+        self._backbone.clear()
+        self._head.clear()
+
+    def memory(self, works: Sequence[LoraWork], sharers: int = 1) -> MemoryPlan:
+        """What this pass may take of the memory that is free now, which so many processes share."""
         device, model = self._model.device, self._model
         adapters = sum(work.trainable.theta.numel() for work in works)
         weights = model.parameters * model.dtype.itemsize
-        return plan(self._sizes, free_memory(device), weights, adapters, gpu=device.type == "cuda")
+        return plan(self._sizes, free_memory(device) // sharers, weights, adapters, gpu=device.type == "cuda")
 
     def _batches(self, works: Sequence[LoraWork], max_tokens: int) -> list[MicroBatch]:
         """Requests that only go forward are apart from the others, since they need no graph."""
@@ -100,8 +104,7 @@ class PassRunner:
         except (RuntimeError, MemoryError) as error:
             if not is_out_of_memory(error):
                 raise
-        self._backbone.clear()
-        self._head.clear()
+        self.clear()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
         if len(batch.rows) > 1:
@@ -120,12 +123,12 @@ class PassRunner:
         rows = neighbours(rows)  # rows of one adapter
         verdicts = Verdicts(rows)
         backward = rows[0].work.item.backward
-        gradients = self._differentiate(rows, verdicts, casts, recomputed, backward=backward)
+        gradients = self.differentiate(rows, verdicts, casts, recomputed, backward=backward)
         verdicts.record()
         for work in {id(row.work): row.work for row in rows}.values():
             work.add(gradients.get(id(work.trainable.adapter), {}))
 
-    def _differentiate(
+    def differentiate(
         self, rows: list[LoraRow], judge: Judge, casts: Casts, recomputed: int, *, backward: bool
     ) -> dict[int, dict[str, Tensor]]:
         """Gradients of the micro-batch by adapter `id` and parameter name, after asking `judge` for each datum's."""

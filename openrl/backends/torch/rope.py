@@ -14,7 +14,7 @@ from openrl.backends.torch.scratch import Scratch
 @dataclass(frozen=True, slots=True)
 class Rope:
     """Rotary embeddings: float32 [positions, 1, head_dim] to multiply by, and for the halves that change places, on the
-    way there and back."""
+    way there and back. Of tokens end to end (`at`) it is [tokens, 1, head_dim]."""
 
     cos: Tensor
     sin: Tensor
@@ -29,8 +29,12 @@ class Rope:
         there, back = torch.cat([-low, high], dim=-1), torch.cat([high, -low], dim=-1)
         return cls(cos, there, back, torch.tensor([1, 0], device=cos.device))
 
+    def at(self, positions: Tensor) -> Rope:
+        """Of tokens at these positions, int64 [tokens]."""
+        return Rope(self.cos[positions], self.sin[positions], self.sin_back[positions], self.swap)
+
     def turn(self, x: Tensor, positions: slice, scratch: Scratch, *, back: bool = False) -> Tensor:
-        """x [sequences, positions, heads, head_dim], contiguous float32, rotated in place; or the gradient of that."""
+        """x [..., positions, heads, head_dim], contiguous float32, rotated in place; or the gradient of that."""
         swapped = scratch.take("rope", tuple(x.shape), torch.float32)
         halves = (-1, 2, x.shape[-1] // 2)
         torch.index_select(x.view(halves), 1, self.swap, out=swapped.view(halves))

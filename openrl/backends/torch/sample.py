@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import torch
+
 from openrl.backends.common import sampler
 from openrl.backends.common.adapter_cache import AdapterLoader
 from openrl.backends.common.prefix_cache import reusable
@@ -46,6 +48,7 @@ class Sampler(sampler.Sampler):
             prefill=prefill_tokens or usual,
             stored=prefix_cache_tokens if reusable(model.config) else 0,
             reach=_reach_of(model),
+            coarse=model.dtype is not torch.float32,
         )
         runner = Runner(model, max_rows, max_kv_tokens)
         super().__init__(runner, limits, folder, model.eos_ids, lambda ref: read(ref).freeze(model.dtype))

@@ -13,6 +13,7 @@ from openrl.backends.torch.masks import Mask
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.sample_fused import FusedBackbone
 from openrl.backends.torch.sample_layers import UnknownLayout
+from openrl.errors import ModelError
 
 log = logging.getLogger(__name__)
 
@@ -32,10 +33,13 @@ class Backbone(Protocol):
 
 
 def backbone_of(model: CausalLM) -> Backbone:
-    """The fastest backbone of a model; logs a warning where that is not the fused one."""
+    """The fastest backbone of a model; logs a warning where that is not the fused one. Raises `ModelError` where
+    transformers' modules would leave adapters out, which they know nothing of in stacks of experts."""
     try:
         return FusedBackbone(model)
     except UnknownLayout as error:
+        if model.is_mixture:
+            raise ModelError(f"a mixture of experts of an unknown layout cannot be sampled: {error}.") from error
         log.warning("sampling runs transformers' own modules, which are slower: %s is not known here", error)
         return PlainBackbone(model)
 

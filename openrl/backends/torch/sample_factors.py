@@ -19,7 +19,7 @@ import torch
 from torch import Tensor
 
 from openrl.backends.torch.lora import Adapter, Segment
-from openrl.backends.torch.sample_layers import JointProduct, Layer
+from openrl.backends.torch.sample_layers import Dense, JointProduct, Layer
 
 QKV, OUT, GATE_UP, DOWN = range(4)
 
@@ -69,9 +69,9 @@ class Factors:
 
 
 Frozen = dict[str, tuple[Tensor, Tensor]]
-# Of each layer, in the order of QKV, OUT, GATE_UP and DOWN.
-LayerJoints = tuple[JointProduct, JointProduct, JointProduct, JointProduct]
-LayerFactors = tuple["Factors | None", "Factors | None", "Factors | None", "Factors | None"]
+# Of each layer, in the order of QKV, OUT, GATE_UP and DOWN; the last two are not there where experts are.
+LayerJoints = tuple[JointProduct, ...]
+LayerFactors = tuple["Factors | None", ...]
 
 
 class AdapterFactors:
@@ -79,7 +79,7 @@ class AdapterFactors:
     `thin` the one for few rows."""
 
     def __init__(self, layers: Sequence[Layer], dtype: torch.dtype, thin: torch.dtype) -> None:
-        self._joints: list[LayerJoints] = [(layer.qkv, layer.out, layer.gate_up, layer.down) for layer in layers]
+        self._joints: list[LayerJoints] = [_joints(layer) for layer in layers]
         self._dtype = dtype
         self._thin = thin
         self._made: WeakKeyDictionary[Adapter, tuple[LayerFactors, ...]] = WeakKeyDictionary()
@@ -101,8 +101,7 @@ class AdapterFactors:
         return self._made[adapter]
 
     def _layer(self, frozen: Frozen, joints: LayerJoints) -> LayerFactors:
-        qkv, out, gate_up, down = (self._joint(frozen, joint) for joint in joints)
-        return qkv, out, gate_up, down
+        return tuple(self._joint(frozen, joint) for joint in joints)
 
     def _joint(self, frozen: Frozen, joint: JointProduct) -> Factors | None:
         downs: list[Tensor] = []
@@ -117,6 +116,11 @@ class AdapterFactors:
         if not downs:
             return None
         return Factors(torch.cat(downs, 1).to(self._thin), tuple(ups), whole=len(joint.parts) == 1)
+
+
+def _joints(layer: Layer) -> LayerJoints:
+    mlp = (layer.mlp.gate_up, layer.mlp.down) if isinstance(layer.mlp, Dense) else ()
+    return (layer.qkv, layer.out, *mlp)
 
 
 class _AllRows:

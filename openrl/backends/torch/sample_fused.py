@@ -6,14 +6,18 @@ transformers' modules, which convert back and forth, and nearer to float32.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
 from openrl.backends.torch.kv import KVCache, View
+from openrl.backends.torch.lora import Segment
 from openrl.backends.torch.masks import Mask
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.packed import Packing
 from openrl.backends.torch.sample_attention import Attention, PromptAttention, StepAttention
+from openrl.backends.torch.sample_experts import Experts
 from openrl.backends.torch.sample_factors import DOWN, GATE_UP, OUT, QKV, AdapterFactors, LowRank
 from openrl.backends.torch.sample_layers import JointProduct, Layer, Norm, read_layers
 
@@ -24,6 +28,7 @@ class FusedBackbone:
     """Runs a model's backbone. Raises `UnknownLayout` on construction."""
 
     def __init__(self, model: CausalLM) -> None:
+        self._model = model
         self._layers = layers = read_layers(model)
         self._dtype = model.dtype
         self._routing = model.routing
@@ -43,27 +48,43 @@ class FusedBackbone:
         """See `Backbone`."""
         rows, tokens = ids.shape
         attend = PromptAttention(self._layers, rows, mask, view, self._dtype)
-        adapters = self._adapters.of(self._routing.segments, tokens)
-        states = self._run(ids.flatten(), positions.expand(rows, tokens).flatten(), attend, adapters)
+        states = self._run(ids.flatten(), positions.expand(rows, tokens).flatten(), attend, tokens)
         return states.view(rows, tokens, -1)
 
     def step(self, ids: Tensor, positions: Tensor, cache: KVCache, columns: int, mask: Mask) -> Tensor:
         """See `Backbone`."""
         attend = StepAttention(self._layers, cache, positions, columns, mask)
-        return self._run(ids, positions, attend, self._adapters.of(self._routing.segments))
+        return self._run(ids, positions, attend, times=1)
 
-    def _run(self, ids: Tensor, positions: Tensor, attend: Attention, adapters: LowRank | None) -> Tensor:
+    def _run(self, ids: Tensor, positions: Tensor, attend: Attention, times: int) -> Tensor:
+        """Each row of the routing's segments stands for `times` rows."""
         layers = self._layers
+        adapters = self._adapters.of(self._routing.segments, times)
+        rows = [Segment(times * s.start, times * s.stop, s.adapter) for s in self._routing.segments]
+        segments = rows or [Segment(0, len(ids), None)]
         x = layers.embed(ids).float()
         tables = {kind: self._table(cos, sin) for kind, (cos, sin) in layers.angles(positions).items()}
         for index, layer in enumerate(layers.layers):
+            if self._model.fetch is not None:
+                self._model.fetch(index)
             heads = self._heads(index, layer, layer.attention_norm(x), tables[layer.kind], adapters)
             attended = attend(index, layer.kind, heads)
             self._add(x, layer.out, attended, layer.after_attention, adapters, index, OUT)
-            gate_up = self._product(layer.gate_up, layer.mlp_norm(x), adapters, index, GATE_UP)
-            gate, up = gate_up.float().chunk(2, -1)
-            self._add(x, layer.down, layer.activation(gate).mul_(up), layer.after_mlp, adapters, index, DOWN)
+            self._add_mlp(x, layer, adapters, index, segments)
         return layers.norm(x).to(self._dtype)
+
+    def _add_mlp(
+        self, x: Tensor, layer: Layer, adapters: LowRank | None, index: int, segments: Sequence[Segment]
+    ) -> None:
+        """Add what a layer's MLP says to the float32 residual x in place."""
+        mlp, normed = layer.mlp, layer.mlp_norm(x)
+        if isinstance(mlp, Experts):
+            y = mlp(normed, segments)
+            x.add_(y if layer.after_mlp is None else layer.after_mlp(y))
+            return
+        gate_up = self._product(mlp.gate_up, normed, adapters, index, GATE_UP)
+        gate, up = gate_up.float().chunk(2, -1)
+        self._add(x, mlp.down, mlp.activation(gate).mul_(up), layer.after_mlp, adapters, index, DOWN)
 
     def _table(self, cos: Tensor, sin: Tensor) -> tuple[Tensor, Tensor]:
         """Factors of a head and of its halves exchanged, [N, query and key heads, head_dim]."""

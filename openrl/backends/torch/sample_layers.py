@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from openrl.backends.torch.experts import read_mixture
 from openrl.backends.torch.lora import LoraLinear
 from openrl.backends.torch.model import CausalLM
-from openrl.backends.torch.packed import Packing, Product, packing_for, product
+from openrl.backends.torch.nf4 import Nf4Stack
+from openrl.backends.torch.packed import Packing, Product, made, packing_for, product
+from openrl.backends.torch.sample_experts import Experts
+from openrl.backends.torch.weights import Linear, in_four_bits
 
 _ATTENTION = ("q_proj", "k_proj", "v_proj", "o_proj")
 _MLP = ("gate_proj", "up_proj", "down_proj")
@@ -23,7 +27,7 @@ _PLAIN_NORMS = ("input_layernorm", "post_attention_layernorm")
 _SANDWICH_NORMS = (*_PLAIN_NORMS, "pre_feedforward_layernorm", "post_feedforward_layernorm")
 # Families whose norms multiply by 1 + weight, and those that multiply by the weight itself.
 _OFFSET_NORMS = frozenset({"gemma2", "gemma3_text"})
-_DIRECT_NORMS = frozenset({"llama", "mistral", "qwen2", "qwen3"})
+_DIRECT_NORMS = frozenset({"llama", "mistral", "qwen2", "qwen3", "qwen3_moe"})
 
 
 class UnknownLayout(Exception):
@@ -63,6 +67,15 @@ class JointProduct:
 
 
 @dataclass(frozen=True, slots=True)
+class Dense:
+    """A layer's MLP where there is but one."""
+
+    gate_up: JointProduct
+    activation: Callable[[Tensor], Tensor]
+    down: JointProduct
+
+
+@dataclass(frozen=True, slots=True)
 class Layer:
     """One decoder layer. Norms that a family lacks are None.
 
@@ -76,9 +89,7 @@ class Layer:
     out: JointProduct
     after_attention: Norm | None
     mlp_norm: Norm
-    gate_up: JointProduct
-    activation: Callable[[Tensor], Tensor]
-    down: JointProduct
+    mlp: Dense | Experts
     after_mlp: Norm | None
 
 
@@ -109,11 +120,14 @@ class _Reader:
         self._config = model.config
         self._backbone: Any = model.backbone
         linears = [m.base for m in model.backbone.modules() if isinstance(m, LoraLinear)]
-        self._packing = packing_for(model, [linear.weight for linear in linears])
+        # What is held in four bits has to stay so: a packed copy would be four times as large.
+        quantised = in_four_bits(linears)
+        self._packing = Packing.NONE if quantised else packing_for(model, [linear.weight for linear in linears])
         family = model.config.model_type
         if family not in _OFFSET_NORMS | _DIRECT_NORMS:
             raise UnknownLayout(f"family {family!r}")
         self._offset = family in _OFFSET_NORMS
+        self._thin = torch.float32 if model.device.type == "cpu" else model.dtype
 
     def read(self) -> Layers:
         backbone = self._backbone
@@ -121,7 +135,7 @@ class _Reader:
         first = backbone.layers[0].self_attn
         heads, kv_heads = self._config.num_attention_heads, self._config.num_key_value_heads
         kinds: Sequence[str] = getattr(self._config, "layer_types", None) or [""] * len(backbone.layers)
-        layers = tuple(self._layer(layer, kind) for layer, kind in zip(backbone.layers, kinds, strict=True))
+        layers = tuple(self._layer(*each) for each in zip(range(len(kinds)), backbone.layers, kinds, strict=True))
         return Layers(
             embed=backbone.embed_tokens,
             layers=layers,
@@ -135,15 +149,14 @@ class _Reader:
             packing=self._packing,
         )
 
-    def _layer(self, layer: Any, kind: str) -> Layer:
+    def _layer(self, index: int, layer: Any, kind: str) -> Layer:
         norms = {name for name, _ in layer.named_children()} - {"self_attn", "mlp"}
         if norms not in ({*_PLAIN_NORMS}, {*_SANDWICH_NORMS}):
             raise UnknownLayout(f"a layer with {', '.join(sorted(norms))}")
         sandwich = norms == {*_SANDWICH_NORMS}
-        attention, mlp = layer.self_attn, layer.mlp
+        attention = layer.self_attn
         head_norms = [m for m in ("q_norm", "k_norm") if hasattr(attention, m)]
         _expect(attention, (*_ATTENTION, *head_norms))
-        _expect(mlp, (*_MLP, "act_fn"))
         after = layer.post_attention_layernorm
         return Layer(
             kind=kind,
@@ -153,11 +166,15 @@ class _Reader:
             out=self._joint([attention.o_proj]),
             after_attention=self._norm(after) if sandwich else None,
             mlp_norm=self._norm(layer.pre_feedforward_layernorm if sandwich else after),
-            gate_up=self._joint([mlp.gate_proj, mlp.up_proj]),
-            activation=mlp.act_fn,
-            down=self._joint([mlp.down_proj]),
+            mlp=self._mlp(layer.mlp, f"model.layers.{index}.mlp"),
             after_mlp=self._norm(layer.post_feedforward_layernorm) if sandwich else None,
         )
+
+    def _mlp(self, mlp: Any, name: str) -> Dense | Experts:
+        if hasattr(mlp, "experts"):
+            return Experts(read_mixture(mlp, f"{name}.experts"), mlp.experts.act_fn, self._thin)
+        _expect(mlp, (*_MLP, "act_fn"))
+        return Dense(self._joint([mlp.gate_proj, mlp.up_proj]), mlp.act_fn, self._joint([mlp.down_proj]))
 
     def _norm(self, norm: Any) -> Norm:
         return _scaled(self._norm_weight(norm), _epsilon(norm))
@@ -177,7 +194,7 @@ class _Reader:
         return _scaled(torch.cat([query.expand(heads, -1), key.expand(kv_heads, -1)]), _epsilon(attention.q_norm))
 
     def _joint(self, projections: Sequence[Any]) -> JointProduct:
-        bases: list[nn.Linear] = []
+        bases: list[Linear] = []
         parts: list[Part] = []
         for projection in projections:
             if not isinstance(projection, LoraLinear):
@@ -185,12 +202,18 @@ class _Reader:
             start = parts[-1].stop if parts else 0
             parts.append(Part(projection.name, start, start + projection.base.out_features))
             bases.append(projection.base)
+        return JointProduct(tuple(parts), self._product(bases, parts))
+
+    def _product(self, bases: Sequence[Linear], parts: Sequence[Part]) -> Product:
+        if quantised := in_four_bits(bases):
+            return made(Nf4Stack(quantised), _joined_bias(bases))
+        plain = [base for base in bases if isinstance(base, nn.Linear)]
         keep = self._packing is Packing.NONE
-        weight = joined([base.weight for base in bases], keep=keep)
+        weight = joined([base.weight for base in plain], keep=keep)
         if keep:
-            for base, part in zip(bases, parts, strict=True):
+            for base, part in zip(plain, parts, strict=True):
                 base.weight = nn.Parameter(weight[part.start : part.stop], requires_grad=False)
-        return JointProduct(tuple(parts), product(weight, _joined_bias(bases), self._packing))
+        return product(weight, _joined_bias(bases), self._packing)
 
 
 def joined(weights: Sequence[Tensor], *, keep: bool) -> Tensor:
@@ -212,11 +235,12 @@ def _adjacent(weights: Sequence[Tensor]) -> bool:
     )
 
 
-def _joined_bias(linears: Sequence[nn.Linear]) -> Tensor | None:
+def _joined_bias(linears: Sequence[Linear]) -> Tensor | None:
     biases: list[Tensor | None] = [linear.bias for linear in linears]
     if all(bias is None for bias in biases):
         return None
-    zeros = [linear.weight.new_zeros(linear.out_features) for linear in linears]
+    given = next(bias for bias in biases if bias is not None)
+    zeros = [given.new_zeros(linear.out_features) for linear in linears]
     return torch.cat([zero if bias is None else bias.detach() for bias, zero in zip(biases, zeros, strict=True)])
 
 

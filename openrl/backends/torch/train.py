@@ -37,7 +37,7 @@ class Trainer:
     def __init__(self, model: CausalLM, max_batch_tokens: int, base_model: str = "") -> None:
         self._model = model
         self._base_model = base_model
-        self._passes = PassRunner(model, max_batch_tokens)
+        self.passes = PassRunner(model, max_batch_tokens)
         self._runs: dict[RunId, Trainable] = {}
 
     def create(self, run: RunId, spec: LoraSpec) -> None:
@@ -54,15 +54,16 @@ class Trainer:
 
     def train_pass(self, items: tuple[TrainItem, ...]) -> Iterator[dict[RequestId, Outcome]]:
         """See `TrainBackend.train_pass`."""
-        return self._passes.run([Work(item, self._held(item.run), loss_of(item)) for item in items])
+        context = self._model.config.max_position_embeddings
+        return self.passes.run([Work(item, self.trainable(item.run), loss_of(item), context) for item in items])
 
     def optim_step(self, run: RunId, adam: AdamParams) -> OptimOutput:
         """One AdamW step from the accumulated gradient."""
-        return self._held(run).step(adam)
+        return self.trainable(run).step(adam)
 
     def save(self, run: RunId, into: Path, *, optimizer: bool, gradients: bool) -> None:
         """See `TrainBackend.save`. Everything is float32, bit for bit what the run holds (C4, A17)."""
-        held = self._held(run)
+        held = self.trainable(run)
         write_adapter(into, held.adapter.spec, to_numpy(dict(held.adapter.parameters())), self._base_model)
         if optimizer:
             write_tensors(into / OPTIMIZER_FILE, _optimizer_tensors(held))
@@ -81,16 +82,17 @@ class Trainer:
 
     def gradients(self, run: RunId) -> dict[str, Array]:
         """A copy of the accumulator G by parameter name, zeros included; for tests and debugging."""
-        held = self._held(run)
+        held = self.trainable(run)
         flat = held.gradient.clone() if held.gradient is not None else torch.zeros_like(held.theta)
         return to_numpy(held.views(flat))
 
     def parameters(self, run: RunId) -> dict[str, Array]:
         """A copy of the adapter's tensors by name; for tests and debugging."""
-        held = self._held(run)
+        held = self.trainable(run)
         return to_numpy(held.views(held.theta.clone()))
 
-    def _held(self, run: RunId) -> Trainable:
+    def trainable(self, run: RunId) -> Trainable:
+        """A run's state. Raises `BackendFault` if it is not here."""
         if run not in self._runs:
             raise BackendFault(f"run {run!r} is not on this device.")
         return self._runs[run]

@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
+from typing import Protocol
 
 import torch
 from torch import Tensor
 
 from openrl.backends.torch.grids import Grid
+from openrl.backends.torch.layout import Layout
 from openrl.backends.torch.norms import Norm
 from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
@@ -17,9 +19,31 @@ from openrl.backends.torch.train_cores import Core, Heads
 _CELLS = 512
 
 
+class Attention(Protocol):
+    """One layer's attention, from the joint projection of tokens to what goes into the next."""
+
+    @property
+    def width(self) -> int:
+        """Columns of queries, keys and values together."""
+        ...
+
+    @property
+    def outputs(self) -> int:
+        """Columns of the result."""
+        ...
+
+    def run(self, qkv: Tensor, layout: Layout, rope: Rope, out: Tensor) -> None:
+        """From projections [tokens, width] into `out` [tokens, outputs]."""
+        ...
+
+    def back(self, d_out: Tensor, qkv: Tensor, layout: Layout, rope: Rope) -> Tensor:
+        """dL/dqkv, in the memory of `qkv`."""
+        ...
+
+
 @dataclass(frozen=True, slots=True)
-class CausalAttention:
-    """One layer's attention. Norms are those of queries and keys, where a family has them."""
+class GridAttention:
+    """Attention in grids. Norms are those of queries and keys, where a family has them."""
 
     heads: int
     kv_heads: int
@@ -36,23 +60,23 @@ class CausalAttention:
 
     @property
     def width(self) -> int:
-        """Columns of queries, keys and values together."""
+        """See `Attention`."""
         return (self.heads + 2 * self.kv_heads) * self.head_dim
 
     @property
     def outputs(self) -> int:
-        """Columns of the result."""
+        """See `Attention`."""
         return self.heads * self.head_dim
 
-    def run(self, qkv: Tensor, grids: Sequence[Grid], rope: Rope, out: Tensor) -> None:
-        """Attention from projections [tokens, width] into `out` [tokens, outputs]."""
-        for grid in grids:
+    def run(self, qkv: Tensor, layout: Layout, rope: Rope, out: Tensor) -> None:
+        """See `Attention`."""
+        for grid in layout.grids:
             o = self.core.run(self._heads(grid.gather(qkv), grid, rope))
             grid.scatter(self._to_tokens(o, grid).reshape(grid.sequences * grid.length, -1), out)
 
-    def back(self, d_out: Tensor, qkv: Tensor, grids: Sequence[Grid], rope: Rope) -> Tensor:
-        """dL/dqkv, in the memory of `qkv`."""
-        for grid in grids:
+    def back(self, d_out: Tensor, qkv: Tensor, layout: Layout, rope: Rope) -> Tensor:
+        """See `Attention`."""
+        for grid in layout.grids:
             raw = grid.gather(qkv)
             h = self._heads(raw, grid, rope)
             d_o = self.scratch.take("d attended", tuple(h.q.shape), qkv.dtype)

@@ -14,16 +14,20 @@ from torch import Tensor
 
 from openrl.backends.common.lora import segments_of
 from openrl.backends.torch.activations import Activation
-from openrl.backends.torch.grids import arrange
+from openrl.backends.torch.attention_reader import AttentionReader
+from openrl.backends.torch.experts import read_mixture
 from openrl.backends.torch.joint import Casts, Joint
+from openrl.backends.torch.layout import Layout
 from openrl.backends.torch.lora import Adapter, LoraLinear
 from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.norms import Norm
 from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
-from openrl.backends.torch.train_attention import CausalAttention
-from openrl.backends.torch.train_cores import BlockCore, Core, FusedCore
+from openrl.backends.torch.train_attention import Attention
+from openrl.backends.torch.train_experts import ExpertMlp, expert_joints
 from openrl.backends.torch.train_layers import Batch, RunLayer, RunNorm, TrainLayer, widened
+from openrl.backends.torch.train_mlp import DenseMlp, Mlp
+from openrl.backends.torch.weights import HELD
 
 Forward = Callable[..., Tensor]
 
@@ -34,6 +38,7 @@ class TrainBackbone:
     def __init__(self, model: CausalLM) -> None:
         self._model = model
         self._scratch = Scratch(model.device)
+        self._attention = AttentionReader(model, self._scratch)
         self._batch: Batch | None = None
         self._stream = torch.empty(0)
         self._ropes: dict[int, tuple[Tensor, Rope]] = {}
@@ -42,7 +47,13 @@ class TrainBackbone:
         # Masks are ours to make, and transformers makes none when it is given some.
         self._mask = dict.fromkeys(kinds) if kinds else torch.zeros(1, 1, 1, 1, device=model.device)
         for index, module in enumerate(modules.layers):
-            layer = _read_layer(module, index, model.config, kinds[index] if kinds else None, self._scratch)
+            layer = _read_layer(
+                module,
+                index,
+                model.config,
+                self._attention.read(module.self_attn, kinds[index] if kinds else None),
+                self._scratch,
+            )
             module.forward = self._layer(layer, module.forward)
         modules.norm.forward = self._norm(Norm.of(modules.norm), modules.norm.forward)
 
@@ -56,8 +67,8 @@ class TrainBackbone:
         """
         lengths = [len(tokens) for tokens in sequences]
         rows = [adapter for adapter, length in zip(adapters, lengths, strict=True) for _ in range(length)]
-        grids = arrange(lengths, self._model.device)
-        self._batch = Batch(segments_of(rows), casts, grids, torch.is_grad_enabled(), recomputed)
+        layout = Layout(lengths, self._model.device)
+        self._batch = Batch(segments_of(rows), casts, layout, torch.is_grad_enabled(), recomputed)
         positions = torch.arange(max(lengths), device=self._model.device)[None]
         try:
             ids = torch.cat(list(sequences))[None]
@@ -77,9 +88,11 @@ class TrainBackbone:
         def forward(hidden_states: Tensor, *args: Any, **kwargs: Any) -> Tensor:
             batch = self._batch
             if batch is None:
+                if self._model.fetch is not None:
+                    self._model.fetch(layer.index)
                 return plain(hidden_states, *args, **kwargs)
             cos, sin = kwargs["position_embeddings"]
-            rope = self._rope(cos, sin, batch.grids[0].length)
+            rope = self._rope(cos, sin, batch.layout)
             x = hidden_states[0]
             if layer.index == 0:
                 self._stream = widened(x, self._scratch)
@@ -97,58 +110,37 @@ class TrainBackbone:
 
         return forward
 
-    def _rope(self, cos: Tensor, sin: Tensor, length: int) -> Rope:
+    def _rope(self, cos: Tensor, sin: Tensor, layout: Layout) -> Rope:
         """Layers of one kind are given the same tables."""
         if id(cos) not in self._ropes:
-            self._ropes[id(cos)] = (cos, Rope.of(cos[0], sin[0], length))
+            tables = Rope.of(cos[0], sin[0], layout.width)
+            self._ropes[id(cos)] = (cos, self._attention.rope(tables, layout))
         return self._ropes[id(cos)][1]
 
 
-def _read_layer(module: Any, index: int, config: Any, kind: str | None, scratch: Scratch) -> TrainLayer:
-    attention, mlp = module.self_attn, module.mlp
+def _read_layer(module: Any, index: int, config: Any, attention: Attention, scratch: Scratch) -> TrainLayer:
+    projections = module.self_attn
     sandwich = hasattr(module, "pre_feedforward_layernorm")
-    activation: str = getattr(config, "hidden_activation", None) or config.hidden_act
     return TrainLayer(
         index=index,
         attention_norm=Norm.of(module.input_layernorm),
-        qkv=_joint(attention.q_proj, attention.k_proj, attention.v_proj),
-        attention=_read_attention(attention, config, kind, scratch),
-        out=_joint(attention.o_proj),
+        qkv=_joint(projections.q_proj, projections.k_proj, projections.v_proj),
+        attention=attention,
+        out=_joint(projections.o_proj),
         after_attention=Norm.of(module.post_attention_layernorm) if sandwich else None,
         mlp_norm=Norm.of(module.pre_feedforward_layernorm if sandwich else module.post_attention_layernorm),
-        gate_up=_joint(mlp.gate_proj, mlp.up_proj),
-        activation=Activation.of(activation),
-        down=_joint(mlp.down_proj),
+        mlp=_read_mlp(module.mlp, f"model.layers.{index}.mlp", config, scratch),
         after_mlp=Norm.of(module.post_feedforward_layernorm) if sandwich else None,
         scratch=scratch,
     )
 
 
-def _read_attention(module: Any, config: Any, kind: str | None, scratch: Scratch) -> CausalAttention:
-    return CausalAttention(
-        heads=config.num_attention_heads,
-        kv_heads=config.num_key_value_heads,
-        head_dim=module.head_dim,
-        q_norm=Norm.of(module.q_norm) if hasattr(module, "q_norm") else None,
-        k_norm=Norm.of(module.k_norm) if hasattr(module, "k_norm") else None,
-        core=_read_core(module, config, kind, scratch),
-        scratch=scratch,
-    )
-
-
-def _read_core(module: Any, config: Any, kind: str | None, scratch: Scratch) -> Core:
-    kv_heads = config.num_key_value_heads
-    group = config.num_attention_heads // kv_heads
-    window: int | None = getattr(config, "sliding_window", None) if kind in (None, "sliding_attention") else None
-    softcap: float | None = getattr(module, "attn_logit_softcapping", None)
-    if softcap is None and prefers_fused(scratch.device):
-        return FusedCore(kv_heads, group, module.scaling, window)
-    return BlockCore(kv_heads, group, module.scaling, window, softcap, scratch)
-
-
-def prefers_fused(device: torch.device) -> bool:
-    """Whether PyTorch's attention kernels are the faster ones on a device."""
-    return device.type != "cpu"
+def _read_mlp(module: Any, name: str, config: Any, scratch: Scratch) -> Mlp:
+    activation = Activation.of(getattr(config, "hidden_activation", None) or config.hidden_act)
+    if hasattr(module, "experts"):
+        mixture, held = read_mixture(module, f"{name}.experts"), getattr(module.experts, HELD, None)
+        return ExpertMlp(mixture.router, expert_joints(mixture, held), mixture.names, activation, scratch)
+    return DenseMlp(_joint(module.gate_proj, module.up_proj), activation, _joint(module.down_proj), scratch)
 
 
 def _joint(*layers: LoraLinear) -> Joint:

@@ -12,21 +12,20 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from functools import partial
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
-from openrl.backends.torch.activations import Activation
-from openrl.backends.torch.grids import Grid
 from openrl.backends.torch.joint import Casts, Detour, Joint
+from openrl.backends.torch.layout import Layout
 from openrl.backends.torch.lora import Segment
 from openrl.backends.torch.norms import Norm
 from openrl.backends.torch.rope import Rope
 from openrl.backends.torch.scratch import Scratch
-from openrl.backends.torch.train_attention import CausalAttention
-
-_ROWS = 512  # taken at once where several operations follow one another: these stay in a CPU's cache
+from openrl.backends.torch.train_attention import Attention
+from openrl.backends.torch.train_mlp import Entry, Mlp, MlpKept
 
 
 @dataclass(frozen=True, slots=True)
@@ -38,7 +37,7 @@ class Batch:
 
     segments: tuple[Segment, ...]
     casts: Casts
-    grids: list[Grid]
+    layout: Layout
     keep: bool
     recomputed: int = 0
 
@@ -49,12 +48,10 @@ class Batch:
 
 @dataclass(slots=True)
 class _Detours:
-    """The adapters of the four joint products."""
+    """The adapters of attention's joint products."""
 
     qkv: list[Detour]
     out: list[Detour]
-    gate_up: list[Detour]
-    down: list[Detour]
 
 
 @dataclass(slots=True)
@@ -70,7 +67,7 @@ class _Kept:
     attended: Tensor | None
     h: Tensor
     h_scale: Tensor
-    gate_up: Tensor
+    mlp: MlpKept
     mlp_out: Tensor | None
 
 
@@ -81,44 +78,42 @@ class TrainLayer:
     index: int
     attention_norm: Norm
     qkv: Joint
-    attention: CausalAttention
+    attention: Attention
     out: Joint
     after_attention: Norm | None
     mlp_norm: Norm
-    gate_up: Joint
-    activation: Activation
-    down: Joint
+    mlp: Mlp
     after_mlp: Norm | None
     scratch: Scratch
 
     def leaves(self, segments: Sequence[Segment]) -> list[Tensor]:
         """The factors that `back` returns gradients for, in that order."""
-        return [leaf for joint in (self.qkv, self.out, self.gate_up, self.down) for leaf in joint.leaves(segments)]
+        return [*self.qkv.leaves(segments), *self.out.leaves(segments), *self.mlp.leaves(segments)]
 
-    def run(self, x: Tensor, stream: Tensor, batch: Batch, rope: Rope, *, keep: bool) -> tuple[Tensor, _Kept]:
+    def run(
+        self, x: Tensor, stream: Tensor, batch: Batch, rope: Rope, *, keep: bool, chosen: Tensor | None = None
+    ) -> tuple[Tensor, _Kept]:
         """The layer's output [tokens, H] for x [tokens, H], and what the way back needs.
 
         `stream` is x in float32, and is the output in float32 afterwards. With `keep` what is needed is this layer's
-        own until it runs again; else only until some layer does.
+        own until it runs again; else only until some layer does. `chosen` is `MlpKept`'s when it does run again.
         """
-        joints = (self.qkv, self.out, self.gate_up, self.down)
-        detours = _Detours(*(joint.detours(batch.segments, batch.casts) for joint in joints))
+        detours = _Detours(*(joint.detours(batch.segments, batch.casts) for joint in (self.qkv, self.out)))
         slot = str(self.index) if keep else "again"
         x_scale = self.attention_norm.scale(stream)
         normed = self._normed(self.attention_norm, stream, x_scale, x.dtype)
         qkv = self.qkv.run(normed, detours.qkv, self.scratch, self._take(f"qkv {slot}", x, self.qkv.outputs))
         heads = self._take(f"heads {slot}", x, self.attention.outputs)
-        self.attention.run(qkv, batch.grids, rope, heads)
+        self.attention.run(qkv, batch.layout, rope, heads)
         attended = self.out.run(heads, detours.out, self.scratch, self._take(f"attended {slot}", x))
         h, attended = self._add(stream, attended, self.after_attention, f"h {slot}")
         h_scale = self.mlp_norm.scale(stream)
         normed = self._normed(self.mlp_norm, stream, h_scale, x.dtype)
-        gate_up = self.gate_up.run(
-            normed, detours.gate_up, self.scratch, self._take(f"gate up {slot}", x, self.gate_up.outputs)
+        mlp_out, mlp = self.mlp.run(
+            normed, Entry(batch.segments, batch.casts, slot, partial(self._exact, stream, h_scale), chosen)
         )
-        mlp_out = self.down.run(self._activated(gate_up), detours.down, self.scratch, self._take(f"mlp {slot}", x))
         y, mlp_out = self._add(stream, mlp_out, self.after_mlp, f"y {slot}")
-        return y, _Kept(detours, x, x_scale, qkv, heads, attended, h, h_scale, gate_up, mlp_out)
+        return y, _Kept(detours, x, x_scale, qkv, heads, attended, h, h_scale, mlp, mlp_out)
 
     def back(
         self, dy: Tensor, kept: _Kept, batch: Batch, rope: Rope, *, inputs: bool
@@ -128,7 +123,7 @@ class TrainLayer:
         d_attended = self._norm_back(d_h, kept.attended, self.after_attention, "d attended out")
         d_heads = self.out.back(d_attended, kept.detours.out, self._take("d heads", kept.heads))
         of_out = self.out.factors(d_attended, kept.heads, kept.detours.out)
-        d_qkv = self.attention.back(d_heads, kept.qkv, batch.grids, rope)
+        d_qkv = self.attention.back(d_heads, kept.qkv, batch.layout, rope)
         d_normed = None
         if inputs:
             d_normed = self.qkv.back(d_qkv, kept.detours.qkv, self._take("d normed", kept.x))
@@ -142,40 +137,18 @@ class TrainLayer:
     def _mlp_back(self, dy: Tensor, kept: _Kept) -> tuple[Tensor, list[Tensor]]:
         """dL/dh and the gradients of the MLP's factors."""
         d_out = self._norm_back(dy, kept.mlp_out, self.after_mlp, "d mlp out")
-        gate, up = kept.gate_up.chunk(2, dim=1)
-        d_product = self.down.back(d_out, kept.detours.down, self._take("d activated", dy, gate.shape[1]))
-        product = self._activation_back(d_product, gate, up)
-        of_down = self.down.factors(d_out, product, kept.detours.down)
-        d_normed = self.gate_up.back(kept.gate_up, kept.detours.gate_up, self._take("d normed", kept.h))
-        of_gate_up = self._factors(
-            self.gate_up, kept.gate_up, kept.detours.gate_up, self.mlp_norm, kept.h, kept.h_scale
+        d_normed, gradients = self.mlp.back(
+            d_out, kept.mlp, lambda: self._normed(self.mlp_norm, kept.h, kept.h_scale, dy.dtype)
         )
         d_h = torch.empty_like(dy)
         self.mlp_norm.back(d_normed, kept.h, kept.h_scale, d_h, self.scratch, plus=dy)
-        return d_h, [*of_gate_up, *of_down]
+        return d_h, gradients
 
     def _factors(
         self, joint: Joint, dy: Tensor, detours: Sequence[Detour], norm: Norm, x: Tensor, scale: Tensor
     ) -> list[Tensor]:
         """Gradients of the factors of a product whose input, a norm's output, was not kept."""
         return joint.factors(dy, self._normed(norm, x, scale, x.dtype), detours) if detours else []
-
-    def _activation_back(self, d_product: Tensor, gate: Tensor, up: Tensor) -> Tensor:
-        """From the gradient of activation(gate) * up to those of gate and up, in their place; returns that product."""
-        product = self._take("activated", gate)
-        for start in range(0, len(gate), _ROWS):
-            part = slice(start, start + _ROWS)
-            d, g, u = d_product[part], gate[part], up[part]
-            passed = self.activation.run(g, self._take("passed", g))
-            torch.mul(passed, u, out=product[part])
-            d_passed = torch.mul(d, u, out=self._take("d passed", g))
-            torch.mul(d, passed, out=u)
-            self.activation.back(d_passed, g, out=g)
-        return product
-
-    def _activated(self, gate_up: Tensor) -> Tensor:
-        gate, up = gate_up.chunk(2, dim=1)
-        return self.activation.run(gate, self._take("activated", gate, gate.shape[1])).mul_(up)
 
     def _add(self, stream: Tensor, branch: Tensor, norm: Norm | None, name: str) -> tuple[Tensor, Tensor | None]:
         """Add a branch's output to the stream; returns the sum in the branch's dtype, and that output if a norm stands
@@ -187,6 +160,11 @@ class TrainLayer:
 
     def _normed(self, norm: Norm, x: Tensor, scale: Tensor, dtype: torch.dtype) -> Tensor:
         return norm.apply(x, scale, self.scratch.take("normed", tuple(x.shape), dtype), self.scratch)
+
+    def _exact(self, stream: Tensor, scale: Tensor) -> Tensor:
+        """What goes into the MLP, in float32."""
+        exact = self.scratch.take("exact", tuple(stream.shape), torch.float32)
+        return self.mlp_norm.apply(stream, scale, exact, self.scratch)
 
     def _norm_back(self, dy: Tensor, x: Tensor | None, norm: Norm | None, name: str) -> Tensor:
         if norm is None or x is None:
@@ -205,7 +183,7 @@ class RunLayer(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, stream: Tensor, layer: TrainLayer, batch: Batch, rope: Rope, *_: Tensor) -> Tensor:
         keeps = batch.keeps(layer.index)
         y, kept = layer.run(x, stream, batch, rope, keep=keeps)
-        ctx.kept = kept if keeps else x
+        ctx.kept = kept if keeps else (x, kept.mlp.chosen)
         ctx.layer, ctx.batch, ctx.rope = layer, batch, rope
         # What is not kept is the next layer's memory: where it is to be recomputed, its input stays as a copy.
         return y.clone() if batch.keep and not keeps else y
@@ -214,9 +192,10 @@ class RunLayer(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor | None, ...]:
         layer: TrainLayer = ctx.layer
         kept, ctx.kept = ctx.kept, None
-        if isinstance(kept, Tensor):
+        if isinstance(kept, tuple):
             # From the input as it was kept, rounded: gradients then differ by what their own rounding does.
-            kept = layer.run(kept, widened(kept, layer.scratch), ctx.batch, ctx.rope, keep=False)[1]
+            x, chosen = cast("tuple[Tensor, Tensor | None]", kept)
+            kept = layer.run(x, widened(x, layer.scratch), ctx.batch, ctx.rope, keep=False, chosen=chosen)[1]
         dx, gradients = layer.back(grads[0], kept, ctx.batch, ctx.rope, inputs=ctx.needs_input_grad[0])
         return dx, None, None, None, None, *gradients
 
