@@ -4,7 +4,8 @@
 #   make test     lint, type check, unit, contract and end-to-end tests
 #   make test-sdks  a whole training loop under each older release of the tinker SDK in SDKS, and under the newest
 #   make test-remote  the end-to-end tests once more, each server behind a proxy (serve --backend remote)
-#   make test-recipes  every recipe, shortened, against the real server (make test has text-to-SQL and the notebook)
+#   make test-slow  what make test leaves out: every recipe, shortened; runs on mps, in four bits, on two devices, of a
+#                 mixture of experts, moved between backends; the contract's other families
 #   make test-vllm  the sampling tests, learning and a crash with vLLM's build for CPUs, in an environment of its own
 #   make backends the contract on every backend that this machine has; writes the table of docs/backends.md
 #   make compat   every public name and command of the SDK against a running server; writes docs/compatibility.md
@@ -40,7 +41,7 @@ MODEL := smollm2-135m-instruct
 # Idle OpenMP threads would spin and take the cores from the other process: server and client share this machine.
 export OMP_WAIT_POLICY := PASSIVE
 
-.PHONY: demo test test-sdks test-remote test-recipes test-vllm backends compat cookbook cookbook-env lint deploy-check bench clean
+.PHONY: demo test test-sdks test-remote test-slow test-vllm backends compat cookbook cookbook-env lint deploy-check bench clean
 .DELETE_ON_ERROR:
 
 demo: $(VENV)/.demo
@@ -59,7 +60,7 @@ test-remote: $(VENV)/.dev
 	$(BIN)/openrl models pull $(MODEL)
 	E2E_REMOTE=1 $(BIN)/python -m pytest tests/e2e $(ARGS)
 
-test-recipes: $(VENV)/.dev
+test-slow: $(VENV)/.dev
 	$(BIN)/openrl models pull $(MODEL)
 	$(BIN)/python -m pytest -m slow $(ARGS)
 
