@@ -89,6 +89,10 @@ def test_a_killed_run_that_is_run_again_equals_an_unbroken_one(exact_server: End
     assert sum("policy_loss" in r for r in theirs) >= 3, "GRPO must have trained for this to say anything"
     for name in ("reward", "match", "runs", "mixed_groups", "held_out", "held_out_runs"):
         assert series(ours, name) == series(theirs, name), name
+    # The samples of the last record are drawn for it alone, in whatever batches come about: a token on the edge between
+    # two, of which there is one in some thousands, may be the other one there (docs/backends.md, "Seeds").
+    *ours, _ = ours
+    *theirs, _ = theirs
     for name in ("loss", "policy_loss", "kl_v1", "entropy"):
         assert series(ours, name) == pytest.approx(series(theirs, name), rel=1e-4, abs=1e-5), name
 
