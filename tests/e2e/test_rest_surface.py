@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import json
 import os
@@ -73,7 +74,10 @@ def work(server: Endpoint) -> Work:
     params = types.SamplingParams(max_tokens=3, stop=[], seed=1)
     sampler.sample(ints(TEXT), num_samples=4, sampling_params=params).result()
     session = service.holder.get_session_id()
-    service.close("success").result(timeout=30)
+    # The session is finished at once, as the tests below see. What then may hang, now and then, is the client's own
+    # clean-up: on Python 3.11 `wait_for` can swallow the cancelling of its telemetry task, which goes on for ever.
+    with contextlib.suppress(TimeoutError):
+        service.close("success").result(timeout=30)
     return Work(session, f"{session}:train:0", path, f"{session}:sample:0")
 
 
