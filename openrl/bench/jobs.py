@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 
@@ -111,26 +111,20 @@ class _Job:
 class Background:
     """Something done over and over in a thread while a `with` block lasts; its error is raised at the end of it."""
 
-    def __init__(self, action: object) -> None:
-        assert callable(action)
+    def __init__(self, action: Callable[[], object]) -> None:
         self._action = action
         self._stop = threading.Event()
-        self._error: BaseException | None = None
-        self._thread = threading.Thread(target=self._loop, daemon=True)
+        self._pool = ThreadPoolExecutor(1)
 
     def __enter__(self) -> Background:
-        self._thread.start()
+        self._ended = self._pool.submit(self._loop)
         return self
 
     def __exit__(self, *_: object) -> None:
         self._stop.set()
-        self._thread.join()
-        if self._error is not None:
-            raise self._error
+        self._pool.shutdown()
+        self._ended.result()
 
     def _loop(self) -> None:
-        try:
-            while not self._stop.is_set():
-                self._action()
-        except BaseException as error:  # noqa: BLE001 -- raised again where the block ends
-            self._error = error
+        while not self._stop.is_set():
+            self._action()
