@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Hashable, Iterable, Sequence
+from collections.abc import Callable, Hashable, Iterable
 from typing import TypeVar
 
 T = TypeVar("T")
@@ -55,9 +55,3 @@ def cut_padded(
         batches[-1].append(row)
         shortest, longest = low, high
     return batches
-
-
-def halves(rows: Sequence[T]) -> list[list[T]]:
-    """Two micro-batches instead of one that was too large."""
-    middle = (len(rows) + 1) // 2
-    return [list(rows[:middle]), list(rows[middle:])]

@@ -2,36 +2,23 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 
 import mlx.core as mx
 
-from openrl.backends.common.batches import cut_padded, halves
+from openrl.backends.common.batches import cut_padded
+from openrl.backends.common.micro_batches import MicroBatch, attempts
 from openrl.backends.common.work import Outcome, Row, Verdicts, Work, neighbours, report, rows_of
 from openrl.backends.mps.gradient import Batch, Example, differentiate
 from openrl.backends.mps.head import Head
 from openrl.backends.mps.memory import free_memory, is_out_of_memory
 from openrl.backends.mps.model import MlxModel
 from openrl.backends.mps.trainable import Trainable
-from openrl.errors import OutOfMemory
 from openrl.types import RequestId
 
 MlxWork = Work[Trainable]
 MlxRow = Row[Trainable]
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """Datums that are computed together; `sparing`: memory ran out before, so keep nothing that can be recomputed."""
-
-    rows: list[MlxRow]
-    sparing: bool = False
-
-    @property
-    def longest(self) -> int:
-        return max(row.tokens for row in self.rows)
+MlxBatch = MicroBatch[Trainable]
 
 
 class PassRunner:
@@ -47,19 +34,14 @@ class PassRunner:
     def run(self, works: Sequence[MlxWork]) -> Iterator[dict[RequestId, Outcome]]:
         """Yields after each micro-batch what was finished since; raises only for faults that are not a request's."""
         free = free_memory()
-        queue = deque(self._batches(works, free))
-        while queue:
-            batch = queue.popleft()
-            batch.rows = [row for row in batch.rows if row.work.error is None]
-            if batch.rows:
-                queue.extendleft(reversed(self._attempt(batch, free)))
-                yield report(works)
+        for _ in attempts(self._batches(works, free), lambda batch: self._attempt(batch, free)):
+            yield report(works)
         if not all(work.reported for work in works):
             yield report(works)
 
-    def _batches(self, works: Sequence[MlxWork], free: int) -> list[MicroBatch]:
+    def _batches(self, works: Sequence[MlxWork], free: int) -> list[MlxBatch]:
         """Requests that only go forward are apart from the others, since they need no graph."""
-        batches: list[MicroBatch] = []
+        batches: list[MlxBatch] = []
         for backward in (True, False):
             rows = rows_of(works, backward=backward)
             longest = max((row.tokens for row in rows), default=1)
@@ -68,11 +50,8 @@ class PassRunner:
             batches += [MicroBatch(part) for part in cut]
         return batches
 
-    def _attempt(self, batch: MicroBatch, free: int) -> list[MicroBatch]:
-        """Do a micro-batch; returns what is still to do, if memory ran out: the same in two halves, sparingly.
-
-        Where even one datum is too much, its request fails.
-        """
+    def _attempt(self, batch: MlxBatch, free: int) -> list[MlxBatch]:
+        """Do a micro-batch; returns what is to be done in its place, if memory ran out."""
         keep = not batch.sparing and self._plan.keeps(len(batch.rows), batch.longest, free)
         try:
             self._do(neighbours(batch.rows), keep=keep)
@@ -81,13 +60,7 @@ class PassRunner:
             if not is_out_of_memory(error):
                 raise
         mx.clear_cache()
-        if len(batch.rows) > 1:
-            return [MicroBatch(rows, sparing=True) for rows in halves(batch.rows)]
-        if keep:
-            return [MicroBatch(batch.rows, sparing=True)]
-        row = batch.rows[0]
-        row.work.error = OutOfMemory(f"the device ran out of memory on data[{row.index}] ({row.tokens} tokens).")
-        return []
+        return batch.smaller(spared=not keep)
 
     def _do(self, rows: list[MlxRow], *, keep: bool) -> None:
         """Forward, losses and backward. Results are recorded once all of it has worked, so that it can be repeated."""

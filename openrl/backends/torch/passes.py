@@ -7,16 +7,15 @@ has succeeded, so a request that fails leaves no trace (G6).
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
 from typing import cast
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from openrl.backends.common.batches import cut, halves
+from openrl.backends.common.batches import cut
+from openrl.backends.common.micro_batches import MicroBatch, attempts
 from openrl.backends.common.spans import Judge, Span
 from openrl.backends.common.work import Outcome, Row, Verdicts, Work, neighbours, report, rows_of
 from openrl.backends.torch.head import Head
@@ -28,23 +27,11 @@ from openrl.backends.torch.model import CausalLM
 from openrl.backends.torch.train_backbone import TrainBackbone
 from openrl.backends.torch.trainable import Trainable
 from openrl.checkpoints.peft import HEAD_NAME
-from openrl.errors import OutOfMemory
 from openrl.types import IntArray, RequestId
 
 LoraWork = Work[Trainable]
 LoraRow = Row[Trainable]
-
-
-@dataclass(slots=True)
-class MicroBatch:
-    """Datums that are computed together; `sparing`: memory ran out before, so keep nothing that can be recomputed."""
-
-    rows: list[LoraRow]
-    sparing: bool = False
-
-    @property
-    def tokens(self) -> int:
-        return sum(row.tokens for row in self.rows)
+LoraBatch = MicroBatch[Trainable]
 
 
 class PassRunner:
@@ -60,14 +47,10 @@ class PassRunner:
     def run(self, works: Sequence[LoraWork]) -> Iterator[dict[RequestId, Outcome]]:
         """Yields after each micro-batch what was finished since; raises only for faults that are not a request's."""
         memory, casts = self.memory(works), Casts(self._model.dtype)
-        queue = deque(self._batches(works, memory.limit(self._max_batch_tokens)))
+        batches = self._batches(works, memory.limit(self._max_batch_tokens))
         try:
-            while queue:
-                batch = queue.popleft()
-                batch.rows = [row for row in batch.rows if row.work.error is None]
-                if batch.rows:
-                    queue.extendleft(reversed(self._attempt(batch, memory, casts)))
-                    yield report(works)
+            for _ in attempts(batches, lambda batch: self._attempt(batch, memory, casts)):
+                yield report(works)
         finally:
             self.clear()
         if not all(work.reported for work in works):
@@ -85,7 +68,7 @@ class PassRunner:
         weights = model.parameters * model.dtype.itemsize
         return plan(self._sizes, free_memory(device) // sharers, weights, adapters, gpu=device.type == "cuda")
 
-    def _batches(self, works: Sequence[LoraWork], max_tokens: int) -> list[MicroBatch]:
+    def _batches(self, works: Sequence[LoraWork], max_tokens: int) -> list[LoraBatch]:
         """Requests that only go forward are apart from the others, since they need no graph."""
         batches: list[list[LoraRow]] = []
         for backward in (True, False):
@@ -93,11 +76,8 @@ class PassRunner:
             batches += cut(rows, lambda row: row.tokens, lambda row: id(row.work), max_tokens)
         return [MicroBatch(rows) for rows in batches]
 
-    def _attempt(self, batch: MicroBatch, memory: MemoryPlan, casts: Casts) -> list[MicroBatch]:
-        """Do a micro-batch; returns what is still to do, if memory ran out: the same in two halves, sparingly.
-
-        Where even one datum is too much, its request fails.
-        """
+    def _attempt(self, batch: LoraBatch, memory: MemoryPlan, casts: Casts) -> list[LoraBatch]:
+        """Do a micro-batch; returns what is to be done in its place, if memory ran out."""
         try:
             self._do(batch.rows, casts, self._sizes.layers if batch.sparing else memory.recomputed(batch.tokens))
             return []
@@ -107,13 +87,7 @@ class PassRunner:
         self.clear()
         if self._model.device.type == "cuda":
             torch.cuda.empty_cache()
-        if len(batch.rows) > 1:
-            return [MicroBatch(rows, sparing=True) for rows in halves(batch.rows)]
-        if not batch.sparing:
-            return [MicroBatch(batch.rows, sparing=True)]
-        row = batch.rows[0]
-        row.work.error = OutOfMemory(f"the device ran out of memory on data[{row.index}] ({row.tokens} tokens).")
-        return []
+        return batch.smaller(spared=batch.sparing)
 
     def _do(self, rows: list[LoraRow], casts: Casts, recomputed: int) -> None:
         """Forward, losses and backward, with so many layers computed again on the way back.

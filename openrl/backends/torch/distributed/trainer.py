@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections import deque
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from itertools import count
 from pathlib import Path
 
 from openrl.backends.base import TrainItem
-from openrl.backends.common.batches import cut, halves
+from openrl.backends.common.batches import cut
+from openrl.backends.common.micro_batches import MicroBatch, attempts
 from openrl.backends.common.work import Outcome, Row, Work, neighbours, report, rows_of
 from openrl.backends.torch.distributed.commands import (
     Begin,
@@ -31,18 +31,11 @@ from openrl.backends.torch.distributed.spread import spread
 from openrl.backends.torch.distributed.team import Team
 from openrl.backends.torch.trainable import Trainable
 from openrl.checkpoints.full import is_full
-from openrl.errors import BadRequest, OpenRLError, OutOfMemory
+from openrl.errors import BadRequest, OpenRLError
 from openrl.types import AdamParams, Array, FullSpec, OptimOutput, RequestId, RunId, TrainSpec
 
 LoraRow = Row[Trainable]
-
-
-@dataclass(slots=True)
-class _Round:
-    """Datums that the ranks compute at the same time; `sparing`: memory ran out before."""
-
-    rows: list[LoraRow]
-    sparing: bool = False
+_Round = MicroBatch[Trainable]  # datums that the ranks compute at the same time
 
 
 @dataclass(slots=True)
@@ -132,14 +125,10 @@ class SpreadTrainer:
         number = next(self._numbers)
         limits = self.team.ask(Begin(number, items), int)
         current = _Pass(number, self.team.member.works(number))
-        queue = deque(self._rounds(current.works, min(limits)))
+        rounds = self._rounds(current.works, min(limits))
         try:
-            while queue:
-                work = queue.popleft()
-                work.rows = [row for row in work.rows if row.work.error is None]
-                if work.rows:
-                    queue.extendleft(reversed(self._attempt(current, work)))
-                    yield self._report(current)
+            for _ in attempts(rounds, lambda work: self._attempt(current, work)):
+                yield self._report(current)
             if not all(work.reported for work in current.works):
                 yield self._report(current)
         finally:
@@ -153,7 +142,7 @@ class SpreadTrainer:
         return [_Round(rows) for rows in rounds]
 
     def _attempt(self, current: _Pass, work: _Round) -> list[_Round]:
-        """Do a round; returns what is still to do, if memory ran out on some rank: the same in two halves, sparingly.
+        """Do a round; returns what is to be done in its place, if memory ran out on some rank.
 
         Nothing counts before all ranks have done their part.
         """
@@ -161,15 +150,9 @@ class SpreadTrainer:
         parts = self.team.ask(self._commands(current, work, shares), Part)
         full = any(part.full for part in parts)
         self.team.tell(Settle(current.number, keep=not full))
-        if not full:
-            self._record(current, shares, parts)
-            return []
-        if len(work.rows) > 1:
-            return [_Round(rows, sparing=True) for rows in halves(work.rows)]
-        if not work.sparing:
-            return [_Round(work.rows, sparing=True)]
-        row = work.rows[0]
-        row.work.error = OutOfMemory(f"a device ran out of memory on data[{row.index}] ({row.tokens} tokens).")
+        if full:
+            return work.smaller(spared=work.sparing, where="a device")
+        self._record(current, shares, parts)
         return []
 
     def _commands(self, current: _Pass, work: _Round, shares: Sequence[Sequence[LoraRow]]) -> list[Compute]:
